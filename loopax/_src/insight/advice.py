@@ -1,18 +1,19 @@
 """What is slow in a loop for a reason that its user can remove, and how."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core import BlocksThenResiduals, Loop, Plan
+from loopax._src.core import BlocksThenResiduals
 from loopax._src.core.autodiff.jvp import jvp_loop
-from loopax._src.core.autodiff.partial_eval import PartialEval, partial_eval
+from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.planning import plan_of
 from loopax._src.core.autodiff.transpose import sweep_of, transposed_step
 from loopax._src.core.ir.lanes import CPU_LANES, Free
 from loopax._src.core.ir.loop import LoopInputs
-from loopax._src.core.ir.plan import Blocks, Slots, with_known_length
+from loopax._src.core.ir.plan import Slots, with_known_length
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.core.lowering.sweep_bodies import recording_of
 from loopax._src.core.masking import fill_inactive_p
@@ -21,16 +22,24 @@ from loopax._src.insight.schedule_picture import evaluations_of, room_of
 from loopax._src.jax_internals import ClosedJaxpr, Literal
 from loopax._src.pytrees.leaves import type_in_words
 
-# Sizes and types in words.
+# Sizes in words, and tables of text.
 
 
 def in_bytes(size: float) -> str:
     """A number of bytes, with three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
-        size /= 1024
-    raise AssertionError
+    units = ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.3g} {units[0]}" if units[0] != "B" and size < 999.5 else f"{size:.0f} {units[0]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int]) -> list[str]:
+    """Rows of cells as lines of columns, of which these are of numbers; a row may end early."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return [
+        "  ".join(c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()  # noqa: B905
+        for row in rows
+    ]
 
 
 # What the gradient of a loop stores, and how often it evaluates the body.
@@ -79,22 +88,35 @@ class Stored:
     evaluations: int | None
 
 
-def stored_by(loop: Loop, perturbed: Mask) -> Stored:
-    """For a loop of which these operands (consts, carry, xs) are perturbed.
+REFUSALS = (ValueError, TypeError, NotImplementedError)
 
-    Raises what taking the gradient would: reverse mode that a kind does not have, too little memory for `Auto`.
+
+def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
+    """What a gradient of a loop stores, if any is taken of it, or why none can be.
+
+    Such as reverse mode that a kind does not have, or too little memory for `Auto`.
     """
-    given = loop.inputs(perturbed)
-    pair, inputs, _ = jvp_loop(loop, LoopInputs(*map(tuple, given)))
-    # Of each group, primals are known; of the tangents behind them, those are unknown that are perturbed at the start.
-    unknown = LoopInputs(*((*(False for _ in mask), *select(mask, of)) for mask, of in zip(inputs, given, strict=True)))
-    plan = plan_of(pair, unknown, partial_eval)
-    if plan.error:
-        raise plan.error
-    parts = partial_eval(pair, plan, unknown)
-    # A loop with residuals of its last steps is made of two: the plan says what both of them store.
-    shown = plan if isinstance(plan, BlocksThenResiduals) else parts.known.saving
-    bound, records = loop.bound, _records(plan, parts)
+    loop = found.loop._replace(share=found.loop.share / max(found.lanes, 1))
+    bound, given = loop.bound, loop.inputs([value.perturbed for value in found.operands])
+    if not any(map(any, given)):
+        return None, ""
+    try:
+        pair, inputs, _ = jvp_loop(loop, LoopInputs(*map(tuple, given)))
+        # Of each group, primals are known; of tangents behind them, those are unknown that are perturbed at the start.
+        groups = zip(inputs, given, strict=True)
+        unknown = LoopInputs(*((*(False for _ in mask), *select(mask, of)) for mask, of in groups))
+        plan = plan_of(pair, unknown, partial_eval)
+        if plan.error:
+            raise plan.error
+        parts = partial_eval(pair, plan, unknown)
+        # A loop with residuals of its last steps is made of two: the plan says what both of them store.
+        records, linear = isinstance(plan, BlocksThenResiduals), parts.linear
+        shown = plan if records else parts.known.saving
+        if linear.saving is not None and not records:  # the sweep may leave out ys that have no cotangent
+            step = transposed_step(linear, (True,) * len(linear.output_avals.ys))
+            records = recording_of(sweep_of(linear, step)) is not None
+    except REFUSALS as error:
+        return None, str(error)
     # Rows of residuals are stored, unless a step draws for all lanes once more: it needs carries.
     if plan.stores_residuals and not parts.known.saving:
         what, carries, evaluations = "residuals", bound or 0, bound
@@ -104,7 +126,7 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
         if bound is None:
             carries, evaluations = room_of(shown, 0), None
         else:
-            carries = -(-_stored_bytes(shown, bound, size) // max(size, 1))
+            carries = -(-room_of(shown, bound, size) // max(size, 1))
             if isinstance(shown, Slots) and parts.states and not shown.length_known and bound > _COUNTED:
                 evaluations = int(_ONLINE * evaluations_of(with_known_length(shown), bound, records=False))
             else:
@@ -112,31 +134,9 @@ def stored_by(loop: Loop, perturbed: Mask) -> Stored:
     # Known primal leaves of the carry may be stored; they stand in front of their tangents.
     unknown_carry = parts.unknown.carry
     leaves = merge_lists(unknown_carry, parts.used.carry, (False,) * sum(unknown_carry))[: loop.num_carry]
-    walks_back = parts.linear.saving is not None and parts.linear.saving.walks_back
-    return Stored(
-        plan.name, plan.reason, what, carries if size else 0, size, records, walks_back, tuple(leaves), evaluations
-    )
-
-
-def _stored_bytes(plan: Plan | None, steps: int, carry_bytes: int) -> int:
-    """What the gradient sets aside: replays of a block may store residuals that are larger than a carry."""
-    if isinstance(plan, BlocksThenResiduals):
-        blocks, residuals = plan.blocks, plan.recorded * plan.blocks.record_bytes
-        starts = blocks.rows(steps - plan.recorded) * carry_bytes
-        return starts + max(residuals, blocks.size * max(carry_bytes, blocks.record_bytes))
-    if isinstance(plan, Blocks):
-        return plan.rows(steps) * carry_bytes + plan.size * max(carry_bytes, plan.record_bytes)
-    return room_of(plan, steps) * carry_bytes
-
-
-def _records(plan: Plan, parts: PartialEval) -> bool:
-    """Whether the reverse sweep records residuals; it may leave out ys that have no cotangent."""
-    if isinstance(plan, BlocksThenResiduals):
-        return True
-    if parts.linear.saving is None:
-        return False
-    step = transposed_step(parts.linear, (True,) * len(parts.linear.output_avals.ys))
-    return recording_of(sweep_of(parts.linear, step)) is not None
+    back = linear.saving is not None and linear.saving.walks_back
+    carries = carries if size else 0
+    return Stored(plan.name, plan.reason, what, carries, size, records, back, tuple(leaves), evaluations), ""
 
 
 # An array that is updated in place: from so many bytes on, and so many times what is written.
@@ -177,9 +177,9 @@ def advice_for(found: FoundLoop, stored: Stored | None) -> list[Advice]:
 
 def _of_carry(found: FoundLoop) -> Iterator[Advice]:
     """What happens to the leaves of the carry in the body."""
-    body = without_calls(found.seen.loop.body)
+    body = without_calls(found.loop.body)
     makers = {variable: eqn for eqn in body.eqns for variable in eqn.outvars}
-    inputs = [body.invars[i] for i in found.seen.loop.carry_range]
+    inputs = [body.invars[i] for i in found.loop.carry_range]
     for value, start, end in zip(found.carry, inputs, body.outvars, strict=False):
         leaf = f"{value.name or 'a leaf of the carry'} ({type_in_words(start.aval)}"
         if (write := _write_to(start, end, makers)) is not None:
@@ -207,30 +207,23 @@ def _of_carry(found: FoundLoop) -> Iterator[Advice]:
             )
 
 
-def _write_to(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
-    """The equation that writes a part of a leaf, where the next leaf is this one with that part changed."""
+def _write_to(start: Any, end: Any, makers: dict[Any, Any], write: Any = None) -> Any:
+    """The equation that writes a part of a leaf, where `end` is this leaf with that part changed.
+
+    `write` is a later one; other parts may be written before.
+    """
+    if end is start:
+        return write
     eqn = None if isinstance(end, Literal) else makers.get(end)
     if eqn is None:
         return None
     if jaxi.updates(eqn):
-        return eqn if _leads_to(start, eqn.invars[0], makers) else None
-    if jaxi.is_select(eqn):  # a write under a condition, or for lanes that have not finished
-        return next(filter(None, (_write_to(start, case, makers) for case in eqn.invars[1:])), None)
-    return None
-
-
-def _leads_to(start: Any, atom: Any, makers: dict[Any, Any]) -> bool:
-    """Whether a value is the leaf, perhaps with other parts written before."""
-    if atom is start:
-        return True
-    eqn = None if isinstance(atom, Literal) else makers.get(atom)
-    if eqn is None:
-        return False
-    if eqn.primitive is fill_inactive_p:
-        return _leads_to(start, eqn.invars[2], makers)
-    if jaxi.is_select(eqn):  # the old value or the new one
-        return any(_leads_to(start, case, makers) for case in eqn.invars[1:])
-    return jaxi.updates(eqn) and _leads_to(start, eqn.invars[0], makers)
+        return _write_to(start, eqn.invars[0], makers, write or eqn)
+    if eqn.primitive is fill_inactive_p and write:
+        return _write_to(start, eqn.invars[2], makers, write)
+    # The old value or the new one: a write under a condition, or for lanes that have not finished.
+    cases = eqn.invars[1:] if jaxi.is_select(eqn) else ()
+    return next(filter(None, (_write_to(start, case, makers, write) for case in cases)), None)
 
 
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:
@@ -267,11 +260,11 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
 
 
 def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
-    lanes, debug_info = found.seen.waiting, found.seen.loop.debug_info
+    lanes, debug_info = found.waiting, found.loop.debug_info
     if lanes <= CPU_LANES or (debug_info is not None and isinstance(debug_info.lanes, Free)):
         return
     if debug_info is not None and debug_info.branch:  # evaluated for lanes that do not take it, if that costs something
-        if found.inner or any(map(jaxi.stands_alone, without_calls(found.seen.loop.body).eqns)):
+        if found.inner or any(map(jaxi.stands_alone, without_calls(found.loop.body).eqns)):
             yield Advice(
                 "branch-for-all-lanes",
                 found.source,
@@ -282,7 +275,7 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     way = (
         'use `loopax.while_loop` with `lanes="compact"` (`loopax.rewrite_loops(f, lanes="compact")` for a loop that is '
         "not yours)."
-        if found.seen.library == "lax"
+        if found.library == "lax"
         else '`lanes="compact"` drops those that are done; `loopax.lane_report(info)` says how much that saves.'
     )
     here = f"{lanes} lanes run until the slowest of them is done, each step for all lanes"
@@ -290,13 +283,13 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
 
 
 def _large_residuals(found: FoundLoop, stored: Stored | None) -> Iterator[Advice]:
-    loop = found.seen.loop
+    loop = found.loop
     if stored is None or stored.what != "residuals" or stored.reason:  # what `Auto` takes has its reason
         return
     carry = num_bytes(aval for aval in loop.input_avals[1] if jaxi.has_tangents(aval))
     if stored.carries * stored.size < _MUCH or stored.size < _TIMES * carry:
         return
-    way = "`loopax.scan` with " if found.seen.library == "lax" else ""
+    way = "`loopax.scan` with " if found.library == "lax" else ""
     yield Advice(
         "large-residuals",
         found.source,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import inf
@@ -19,8 +19,8 @@ from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trac
 from loopax._src.frontend.checks import KindCheck
 from loopax._src.frontend.raising import text_of_check
 from loopax._src.frontend.trace_program import trace_program
+from loopax._src.insight.advice import REFUSALS, stored_of
 from loopax._src.insight.comparison import Comparison, Measured
-from loopax._src.insight.explain import REFUSALS, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
 from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun, replace_jaxpr
 from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
@@ -96,16 +96,19 @@ class Compiled(NamedTuple):
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Any], times: int = 1) -> Compiled:
     """Compile a program, as if nothing had been traced before; so many times, of which the least counts."""
-    seconds, programs = [], []
+    found = []
     for _ in range(times):
         jax.clear_caches()
         start = time.perf_counter()
-        programs = [jax.jit(function).lower(*arguments).compile()]
-        seconds.append(time.perf_counter() - start)
-    (program,) = programs
-    analysis = program.memory_analysis()
+        found.append(_compiled(jax.jit(function).lower(*arguments), arguments, start))
+    return found[-1]._replace(seconds=min(one.seconds for one in found))
+
+
+def _compiled(lowered: Any, arguments: Sequence[Any], start: float) -> Compiled:
+    program = lowered.compile()
+    seconds, analysis = time.perf_counter() - start, program.memory_analysis()
     temporary = analysis.temp_size_in_bytes / 2**20 if analysis else 0.0
-    return Compiled(lambda: jax.block_until_ready(program(*arguments)), temporary, min(seconds))
+    return Compiled(lambda: jax.block_until_ready(program(*arguments)), temporary, seconds)
 
 
 def interleaved(
@@ -218,9 +221,9 @@ def compare(
             f"compare({asked.name}, ...): there is no loop of loopax in this function, so there are no kinds to "
             "compare. `loopax.rewrite_loops(fn, scans=True)` puts loops of loopax in the place of those of `jax.lax`."
         )
-    candidates = [_Candidate(fn, asked, None, ", ".join(filter(None, names)))]
-    candidates += [_Candidate(fn, asked, choice, repr(choice)) for choice in chosen]
-    first, *others = _measured(candidates, rounds)
+    traced = [_traced(fn, asked, None, ", ".join(filter(None, names)))]
+    traced += [_traced(fn, asked, choice, repr(choice)) for choice in chosen]
+    first, *others = _measured(traced, asked.program.arrays, rounds)
     return Comparison(asked.name, (replace(first, is_chosen=True), *others))
 
 
@@ -228,10 +231,10 @@ def _as_written(loops: Sequence[FoundLoop]) -> dict[str, None]:
     """The kinds of the loops of loopax among these and in their bodies, and what they take."""
     names: dict[str, None] = {}
     for found in loops:
-        if found.seen.library == "loopax":
-            debug_info, (stored, _) = found.seen.loop.debug_info, stored_of(found)
+        if found.library == "loopax":
+            debug_info, (stored, _) = found.loop.debug_info, stored_of(found)
             name = repr(debug_info.kind) if debug_info else ""
-            if derivative := found.seen.loop.derivative:
+            if derivative := found.loop.derivative:
                 names[f"{derivative!r} with {name}" if derivative.uses_kind else repr(derivative)] = None
             else:
                 names[f"{name} takes {stored.kind}" if name and stored and stored.kind != name else name] = None
@@ -239,85 +242,59 @@ def _as_written(loops: Sequence[FoundLoop]) -> dict[str, None]:
     return names
 
 
-@dataclass
-class _Candidate:
-    """A function with a kind or a derivative for all its loops (None: as it is written), and its two programs."""
-
-    fn: Callable[..., Any]
-    asked: Subject
-    choice: Kind | Derivative | None
-    name: str
-    traces: int = 0
-    programs: tuple[Any, ...] = ()  # of the function and of its gradient, lowered
-    seconds: float = 0.0  # to trace the gradient
-    problem: str = ""  # why there are no programs
-
-    def __post_init__(self) -> None:
-        """Trace both programs."""
-
-        def program() -> ClosedJaxpr:
-            closed = trace_program("compare", counted, self.asked.args, {}).closed
-            if isinstance(self.choice, Derivative):
-                return with_derivative(closed, self.choice)
-            return closed if self.choice is None else with_kind(closed, self.choice)
-
-        def counted(*args: Any) -> Any:
-            self.traces += 1
-            return self.fn(*args)
-
-        arrays, perturbed = self.asked.program.arrays, self.asked.perturbed
-        try:
-            forward = jax.jit(jaxpr_as_fun(program())).lower(*arrays)
-            start = time.perf_counter()
-            gradient = jax.jit(jaxpr_as_fun(gradient_of(program(), perturbed))).lower(*arrays)
-            self.seconds, self.programs = time.perf_counter() - start, (forward, gradient)
-        except REFUSALS as error:
-            self.problem = str(error)
+# The function and its gradient, lowered; none where this has a problem.
+Programs = tuple[Any, ...]
 
 
-class _FirstRun(NamedTuple):
-    """A compiled program that has been run once."""
+def _traced(
+    fn: Callable[..., Any], asked: Subject, choice: Kind | Derivative | None, name: str
+) -> tuple[Measured, Programs]:
+    """The programs with this choice for all loops (None: as the function is written), and a row without times."""
+    traces = 0
 
-    program: Any
-    seconds: float  # to compile it
-    call: Callable[[], Any]
-    problem: str  # why it cannot be run
+    def counted(*args: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return fn(*args)
 
+    def program() -> ClosedJaxpr:
+        closed = trace_program("compare", counted, asked.args, {}).closed
+        if isinstance(choice, Derivative):
+            return with_derivative(closed, choice)
+        return closed if choice is None else with_kind(closed, choice)
 
-def _run(lowered: Any, arrays: Sequence[Any]) -> _FirstRun:
-    start = time.perf_counter()
-    program = lowered.compile()
-    seconds, problem = time.perf_counter() - start, ""
-
-    def call() -> Any:
-        return jax.block_until_ready(program(*arrays))
-
+    arrays = asked.program.arrays
     try:
-        call()
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # such as a check that fails in it
-        problem = text_of_check(error)
-    return _FirstRun(program, seconds, call, problem)
+        forward = jax.jit(jaxpr_as_fun(program())).lower(*arrays)
+        start = time.perf_counter()
+        gradient = jax.jit(jaxpr_as_fun(gradient_of(program(), asked.perturbed))).lower(*arrays)
+    except REFUSALS as error:
+        return Measured(name, problem=str(error)), ()
+    return Measured(name, compile_seconds=time.perf_counter() - start, traces=traces), (forward, gradient)
 
 
-def _measured(candidates: Sequence[_Candidate], rounds: int) -> list[Measured]:
+def _measured(traced: Sequence[tuple[Measured, Programs]], arrays: Sequence[Any], rounds: int) -> list[Measured]:
     """A row for each program, all measured in turn. Kinds that come to the same have programs of the same text."""
-    texts = [tuple(program.as_text() for program in one.programs) for one in candidates]
-    lowered = dict(zip(chain(*texts), chain(*(one.programs for one in candidates)), strict=True))
-    run = {text: _run(program, candidates[0].asked.program.arrays) for text, program in lowered.items()}
-    good = [text for text, one in run.items() if not one.problem]
-    times = dict(zip(good, interleaved([run[text].call for text in good], rounds), strict=True))
+    texts = [tuple(program.as_text() for program in programs) for _, programs in traced]
+    lowered = dict(zip(chain(*texts), chain(*(programs for _, programs in traced)), strict=True))
+    found, problems = dict[str, Compiled](), dict[str, str]()
+    for text, program in lowered.items():
+        found[text] = _compiled(program, arrays, time.perf_counter())
+        try:
+            found[text].call()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # such as a check that fails in it
+            problems[text] = text_of_check(error)
+    good = [text for text in found if text not in problems]
+    times = dict(zip(good, interleaved([found[text].call for text in good], rounds), strict=True))
     rows: dict[Any, Measured] = {}
-    for one, pair in zip(candidates, texts, strict=True):
-        problem = one.problem or next((run[text].problem for text in pair if run[text].problem), "")
-        if not pair:
-            rows[one.name] = Measured(one.name, problem=problem)
-        elif pair in rows:
-            rows[pair] = rows[pair]._shared_with(one.name)
-        elif problem:
-            rows[pair] = Measured(one.name, problem=problem)
-        else:
+    for (row, _), pair in zip(traced, texts, strict=True):
+        if problem := next((problems[text] for text in pair if text in problems), ""):
+            row = Measured(row.name, problem=problem)
+        elif pair:
+            compile_seconds = row.compile_seconds + found[pair[1]].seconds
+            temporary = int(found[pair[1]].temporary_mib * 2**20)
             forward_ms, gradient_ms = (times[text] for text in pair)
-            program, seconds = run[pair[1]].program, one.seconds + run[pair[1]].seconds
-            temporary = program.memory_analysis().temp_size_in_bytes
-            rows[pair] = Measured(one.name, forward_ms, gradient_ms, seconds, temporary, one.traces)
+            row = Measured(row.name, forward_ms, gradient_ms, compile_seconds, temporary, row.traces)
+        key = pair or row.name
+        rows[key] = rows[key]._shared_with(row.name) if key in rows else row
     return list(rows.values())

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loopax._src.extras import optional
-from loopax._src.insight.advice import in_bytes
+from loopax._src.insight.advice import aligned, in_bytes
 
 _COLUMNS = ("kind", "forward", "gradient", "compile", "memory", "traces")
 
@@ -69,11 +69,8 @@ class Comparison:
     def __str__(self) -> str:
         """Return the comparison as a table."""
         cells = [_COLUMNS, *map(_cells, self.rows)]
-        widths = [max(len(row[i]) for row in cells if len(row) > i) for i in range(len(_COLUMNS))]
         lines = [f"{self.name}: its loops by kind (* as written); medians, memory of the gradient"]
-        for row in cells:
-            pairs = zip(row, widths, strict=False)
-            lines.append("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(pairs)).rstrip())
+        lines += aligned(cells, numbers=range(1, len(_COLUMNS)))
         lines += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return "\n".join(lines)
 

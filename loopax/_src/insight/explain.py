@@ -1,81 +1,15 @@
 """`explain`: the loops of a function, and what its gradient stores, without running it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from loopax._src.core import DebugInfo, Names
 from loopax._src.core.ir.lanes import AutoLanes
 from loopax._src.core.jaxpr.util import num_bytes
-from loopax._src.insight import explanation as showing
-from loopax._src.insight.advice import Advice, Stored, advice_for, stored_by
-from loopax._src.insight.explanation import Leaf, LoopExplanation
-from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, gradient_of, see, subject
+from loopax._src.insight.advice import REFUSALS, Stored, advice_for, stored_of
+from loopax._src.insight.explanation import Explanation, Leaf, LoopExplanation
+from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, gradient_of, subject
 from loopax._src.jax_internals import api_boundary, has_tangents
-
-MOST_NAMES = 6  # of what is differentiated, in the first line
-REFUSALS = (ValueError, TypeError, NotImplementedError)
-
-
-@dataclass(frozen=True, repr=False)
-class Explanation:
-    """The loops of a function, and what its gradient stores.
-
-    `print` shows a text. `show()` draws tables if rich is installed and the output is a terminal.
-
-    Attributes
-    ----------
-    name
-        The name of the function.
-    differentiated
-        The arrays with respect to which a gradient is taken.
-    loops
-        The loops in the function itself. Loops in a body are in `inner` of the outer loop.
-    problem
-        Why there is no gradient; empty if there is one.
-
-    """
-
-    name: str
-    differentiated: tuple[str, ...]
-    loops: tuple[LoopExplanation, ...]
-    problem: str
-
-    @property
-    def warnings(self) -> tuple[Advice, ...]:
-        """The warnings of all loops."""
-        return tuple(warning for loop in self.walk() for warning in loop.warnings)
-
-    def walk(self) -> Iterator[LoopExplanation]:
-        """Iterate over all loops. A loop in a body follows its outer loop."""
-        for loop in self.loops:
-            yield from loop.walk()
-
-    def __str__(self) -> str:
-        """Return the explanation as a text."""
-        return showing.text(self._heading(), self.loops, self._summary())
-
-    def __repr__(self) -> str:
-        """Return the text of `str`, for notebooks and the Python prompt."""
-        return str(self)
-
-    def show(self) -> None:
-        """Print the explanation: tables in a terminal if rich is installed, else a text."""
-        showing.show(self._heading(), self.loops, self._summary())
-
-    def _heading(self) -> list[str]:
-        if not self.loops:
-            return [f"{self.name}: no loops, neither of loopax nor of jax.lax."]
-        branches = [bool(loop.branch) for loop in self.walk()]
-        counts = ((branches.count(False), "loop", "loops"), (branches.count(True), "branch", "branches"))
-        found = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
-        names = self.differentiated
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        of = f", gradient with respect to {', '.join(names[:MOST_NAMES])}{more}" if names else ""
-        return [f"{self.name}: {found}{of}"]
-
-    def _summary(self) -> list[str]:
-        problem = [f"no gradient: {self.problem}"] if self.problem else []
-        return ["", *problem, f"warnings: {len(self.warnings)}"] if self.loops else []
 
 
 @api_boundary
@@ -139,75 +73,56 @@ def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | N
 
 def explanation_of(eqn: Any) -> LoopExplanation:
     """A loop that is an equation, where all its operands are differentiated that can be."""
-    seen = see(eqn)
-    assert seen is not None
-    real = [Value(perturbed=has_tangents(atom.aval)) for atom in seen.operands]
-    return _explained(found_at(eqn, seen, real))
+    found = found_at(eqn, [Value(perturbed=has_tangents(atom.aval)) for atom in eqn.invars])
+    assert found is not None
+    return _explained(found)
 
 
 def _explained(found: FoundLoop) -> LoopExplanation:
-    seen, loop = found.seen, found.seen.loop
-    debug_info = loop.debug_info
-    is_lax = seen.library == "lax"
-    kind = None if is_lax or debug_info is None else debug_info.kind
+    loop, debug_info = found.loop, found.loop.debug_info or DebugInfo("", None, None, False, Names((), (), (), ()))
+    is_lax = found.library == "lax"
+    kind = None if is_lax else debug_info.kind
     in_words = loop.derivative.in_words(kind) if loop.derivative else kind.in_words() if kind else ""
     stored, problem = (None, "") if in_words else stored_of(found)
-    lanes = taken = None if is_lax or debug_info is None else debug_info.lanes
+    lanes = taken = None if is_lax else debug_info.lanes
     if isinstance(lanes, AutoLanes) and not isinstance(loop.lanes, AutoLanes):  # it has chosen, in a batch
         taken = loop.lanes
     return LoopExplanation(
-        f"{seen.library}.{debug_info.function}" if debug_info else "a loop of loopax",
+        f"{found.library}.{debug_info.function}" if debug_info.function else "a loop of loopax",
         found.source,
         kind,
         lanes,
-        loop.bound if debug_info is None or debug_info.most_steps is None else debug_info.most_steps,
-        bool(debug_info and debug_info.fixed),
+        loop.bound if debug_info.most_steps is None else debug_info.most_steps,
+        debug_info.fixed,
         tuple(_leaves(found, stored)),
-        max(seen.waiting, 1),
+        max(found.waiting, 1),
         loop.derivative,
         in_words,
         stored,
-        stored.carries * stored.size * seen.lanes if stored else 0,
+        stored.carries * stored.size * found.lanes if stored else 0,
         problem,
         tuple(advice_for(found, stored)),
         tuple(map(_explained, found.inner)),
-        debug_info.branch if debug_info else "",
-        debug_info.mixed_by if debug_info else "",
+        debug_info.branch,
+        debug_info.mixed_by,
         taken,
     )
 
 
-def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
-    """What a gradient of a loop stores, if any is taken of it, or why none can be."""
-    perturbed = tuple(value.perturbed for value in found.operands)
-    if not any(perturbed):
-        return None, ""
-    seen = found.seen
-    try:
-        return stored_by(seen.loop._replace(share=seen.loop.share / max(seen.lanes, 1)), perturbed), ""
-    except REFUSALS as error:
-        return None, str(error)
-
-
 def _leaves(found: FoundLoop, stored: Stored | None) -> list[Leaf]:
     """The arrays of a loop; what is there for its own sake (its condition, its checks) has no name and is no leaf."""
-    seen, loop = found.seen, found.seen.loop
-    consts, _, xs = loop.inputs(found.operands)
-    const_vars, carry_vars, xs_vars = loop.inputs(seen.operands)
-    is_stored = stored.leaves if stored else (False,) * loop.num_carry
-    # The steps of such a loop run on constants, and its result has a derivative all the same.
-    has_own_derivative = loop.derivative is not None
+    consts, _, xs = found.loop.inputs(found.operands)
+    is_stored = stored.leaves if stored else (False,) * found.loop.num_carry
 
-    def leaf(value: Value, role: str, atom: Any, is_stored: bool = False) -> Leaf:
-        aval = atom.aval
-        is_differentiated = value.perturbed or (role == "carried" and has_own_derivative and has_tangents(aval))
+    def leaf(value: Value, role: str, is_stored: bool = False) -> Leaf:
+        aval, loop = value.aval, found.loop
+        # The steps of a loop with a derivative of its own run on constants, and its result has one all the same.
+        has_own_derivative = role == "carried" and loop.derivative is not None and has_tangents(aval)
+        is_differentiated = value.perturbed or has_own_derivative
         return Leaf(value.name, role, tuple(aval.shape), aval.dtype, num_bytes([aval]), is_stored, is_differentiated)
 
-    carried = zip(found.carry, carry_vars, is_stored, strict=True)
-    rows = zip(loop.names.ys, seen.results[loop.num_carry :], strict=False)
     return [
-        *(leaf(value, "constant", atom) for value, atom in zip(consts, const_vars, strict=True) if atom.aval.shape),
-        *(leaf(value, "carried", atom, keep) for value, atom, keep in carried if value.name),
-        *(leaf(value, "stream", atom) for value, atom in zip(xs, xs_vars, strict=True)),
-        *(leaf(Value(name or "ys"), "stream", atom) for name, atom in rows),
+        *(leaf(value, "constant") for value in consts if value.aval.shape),
+        *(leaf(value, "carried", keep) for value, keep in zip(found.carry, is_stored, strict=True) if value.name),
+        *(leaf(value, "stream") for value in (*xs, *found.ys)),
     ]

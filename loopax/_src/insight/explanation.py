@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from loopax._src.core.ir.lanes import AutoLanes, Lockstep, Sequential
-from loopax._src.insight.advice import Advice, Stored, in_bytes
+from loopax._src.insight.advice import Advice, Stored, aligned, in_bytes
 from loopax._src.pytrees.leaves import type_in_words
 
 
@@ -114,47 +114,117 @@ class LoopExplanation:
 
     def walk(self) -> Iterator["LoopExplanation"]:
         """Iterate over this loop and the loops in its body."""
-        yield self
-        for loop in self.inner:
-            yield from loop.walk()
+        return (loop for _, loop in _nested([self]))
 
 
-# Loops that are explained, as a text, and as tables in a terminal.
+def _nested(loops: Sequence[LoopExplanation], depth: int = 0) -> Iterator[tuple[int, LoopExplanation]]:
+    """These loops and those in their bodies, each with the number of loops around it."""
+    for loop in loops:
+        yield depth, loop
+        yield from _nested(loop.inner, depth + 1)
 
 
+MOST_NAMES = 6  # of what is differentiated, in the first line
 MOST_CONSTANTS = 8  # shown one by one
 WIDTH = 88  # of a text
+INDENT = 4  # of a loop in another
 
 
-def text(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> str:
-    """As lines."""
-    return "\n".join([*heading, *_lines(loops, ""), *summary])
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The loops of a function, and what its gradient stores.
+
+    `print` shows a text. `show()` draws tables if rich is installed and the output is a terminal.
+
+    Attributes
+    ----------
+    name
+        The name of the function.
+    differentiated
+        The arrays with respect to which a gradient is taken.
+    loops
+        The loops in the function itself. Loops in a body are in `inner` of the outer loop.
+    problem
+        Why there is no gradient; empty if there is one.
+
+    """
+
+    name: str
+    differentiated: tuple[str, ...]
+    loops: tuple[LoopExplanation, ...]
+    problem: str
+
+    @property
+    def warnings(self) -> tuple[Advice, ...]:
+        """The warnings of all loops."""
+        return tuple(warning for loop in self.walk() for warning in loop.warnings)
+
+    def walk(self) -> Iterator[LoopExplanation]:
+        """Iterate over all loops. A loop in a body follows its outer loop."""
+        return (loop for _, loop in _nested(self.loops))
+
+    def __str__(self) -> str:
+        """Return the explanation as a text."""
+        text = [self._heading()]
+        for depth, loop in _nested(self.loops):
+            lines = [_title(loop), *(f"  {line}" for line in aligned(_leaf_rows(loop.leaves), numbers=[3]))]
+            for line in _facts(loop):
+                lines += wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+            for warning in loop.warnings:
+                lines += wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+            text += ["", *(" " * INDENT * depth + line for line in lines)]
+        return "\n".join([*text, *self._summary()])
+
+    def __repr__(self) -> str:
+        """Return the text of `str`, for notebooks and the Python prompt."""
+        return str(self)
+
+    def show(self) -> None:
+        """Print the explanation: tables in a terminal if rich is installed, else a text."""
+        if not sys.stdout.isatty() or find_spec("rich") is None:
+            print(self)
+            return
+        from rich.console import Console
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console()
+        console.print(Text(self._heading(), "bold"))
+        for depth, loop in _nested(self.loops):
+            table = Table("array", "role", "type", "size", "gradient", title=_title(loop), title_justify="left")
+            table.columns[3].justify = "right"
+            for row in _leaf_rows(loop.leaves):
+                table.add_row(*map(Text, row))
+            warnings = (Text(f"! {warning}", "yellow") for warning in loop.warnings)
+            for part in (table, *map(Text, _facts(loop)), *warnings):
+                console.print(Padding(part, (0, 0, 0, INDENT * depth)))
+        for line in self._summary():
+            console.print(Text(line))
+
+    def _heading(self) -> str:
+        if not self.loops:
+            return f"{self.name}: no loops, neither of loopax nor of jax.lax."
+        branches = [bool(loop.branch) for loop in self.walk()]
+        counts = ((branches.count(False), "loop", "loops"), (branches.count(True), "branch", "branches"))
+        found = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
+        names = self.differentiated
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        of = f", gradient with respect to {', '.join(names[:MOST_NAMES])}{more}" if names else ""
+        return f"{self.name}: {found}{of}"
+
+    def _summary(self) -> list[str]:
+        problem = [f"no gradient: {self.problem}"] if self.problem else []
+        return ["", *problem, f"warnings: {len(self.warnings)}"] if self.loops else []
 
 
-def _lines(loops: Sequence[LoopExplanation], indent: str) -> Iterator[str]:
-    for loop in loops:
-        rows = leaf_rows(loop.leaves)
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(5)]
-        lines = [title(loop)]
-        for row in rows:
-            cells = [c.rjust(w) if i == 3 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            lines.append(f"  {'  '.join(cells).rstrip()}")
-        for line in facts(loop):
-            lines += wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
-        for warning in loop.warnings:
-            lines += wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-        yield ""
-        yield from (indent + line for line in lines)
-        yield from _lines(loop.inner, indent + "    ")
-
-
-def title(loop: LoopExplanation) -> str:
+def _title(loop: LoopExplanation) -> str:
     """Which loop it is, and where."""
     where = loop.function + (f" at {loop.source}" if loop.source else "")
     return f"{where}: {loop.branch}" if loop.branch else where
 
 
-def leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
+def _leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
     """Name, role, type, size and what a gradient does with it; many constants are summed up."""
     constants = sorted((leaf for leaf in leaves if leaf.role == "constant"), key=lambda leaf: -leaf.size)
     rows: list[list[str]] = []
@@ -167,7 +237,7 @@ def leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
     return rows
 
 
-def facts(loop: LoopExplanation) -> Iterator[str]:
+def _facts(loop: LoopExplanation) -> Iterator[str]:
     """Steps, kind, what is stored, and body evaluations."""
     stored, no_gradient = loop.stored, [f"no gradient: {loop.problem}"] if loop.problem else []
     if loop.branch:
@@ -225,35 +295,3 @@ def _runs(loop: LoopExplanation) -> str:
     if how is not None and how not in (Lockstep(), AutoLanes()):
         return f"if it is taken, in a batch for the lanes that take it ({how!r}); once more for a gradient"
     return "if it is taken"
-
-
-def show(heading: Sequence[str], loops: Sequence[LoopExplanation], summary: Sequence[str]) -> None:
-    """Print tables in a terminal, where rich is installed, else the text."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
-        print(text(heading, loops, summary))
-        return
-    from rich.console import Console
-
-    console = Console()
-    for line in heading:
-        console.print(line, style="bold", highlight=False, markup=False)
-    _show_loops(console, loops, 0)
-    for line in summary:
-        console.print(line, highlight=False, markup=False)
-
-
-def _show_loops(console: Any, loops: Sequence[LoopExplanation], depth: int) -> None:
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    for loop in loops:
-        table = Table("array", "role", "type", "size", "gradient", title=title(loop), title_justify="left")
-        table.columns[3].justify = "right"
-        for row in leaf_rows(loop.leaves):
-            table.add_row(*map(Text, row))
-        below = [Text(line) for line in facts(loop)]
-        below += [Text(f"! {warning}", style="yellow") for warning in loop.warnings]
-        for part in (table, *below):
-            console.print(Padding(part, (0, 0, 0, 4 * depth)))
-        _show_loops(console, loop.inner, depth + 1)

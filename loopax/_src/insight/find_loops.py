@@ -39,32 +39,26 @@ from loopax._src.pytrees.leaves import describe
 NO_REVERSE_MODE = "`jax.lax.while_loop` has no reverse mode: use `loopax.while_loop`, or `loopax.rewrite_loops`"
 
 
-class Seen(NamedTuple):
-    """A loop, as its equation says it."""
-
-    loop: Loop
-    library: str  # "loopax" or "lax"
-    operands: list[Any]  # the variables or constants that are consts, carry and xs
-    results: list[Any]  # those of carry and ys
-    lanes: int = 1  # that take numbers of steps of their own, in groups or stages
-    waiting: int = 1  # that run until the slowest of them is done
-
-
 class Value(NamedTuple):
     """The name of a value in a program, and whether it has a derivative."""
 
     name: str = UNNAMED  # as an argument of the user's function, or as a part of a loop's carry
     perturbed: bool = False  # it depends on what is differentiated
+    aval: Any = None  # of what a loop reads or writes: with its lanes
 
 
 class FoundLoop(NamedTuple):
     """A loop where it stands in a program."""
 
-    seen: Seen
+    loop: Loop
+    library: str  # "loopax" or "lax"
     source: str  # "file.py:12 (function)", or nothing
     operands: list[Value]  # consts, carry and xs
     carry: list[Value]  # after any number of steps
+    ys: list[Value]
     inner: list["FoundLoop"]
+    lanes: int  # that take numbers of steps of their own, in groups or stages
+    waiting: int  # that run until the slowest of them is done
 
 
 def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -91,11 +85,9 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
     found: list[FoundLoop] = []
     for eqn in flat.eqns:
         operands = [Value() if isinstance(atom, Literal) else values.get(atom, Value()) for atom in eqn.invars]
-        seen = see(eqn)
-        if seen is not None:
-            one = found_at(eqn, seen, operands[len(operands) - len(seen.operands) :])
+        if (one := found_at(eqn, operands)) is not None:
             # loopax itself writes a condition as a loop of one step at most (`core/nested_lanes.py`).
-            is_condition = seen.loop.debug_info is None and seen.loop.bound == 1
+            is_condition = one.loop.debug_info is None and one.loop.bound == 1
             found += one.inner if is_condition else [one]
         elif not jaxi.is_kernel(eqn):  # a `cond`, say: the operands of the programs in it are its last ones
             for inner in inner_jaxprs(eqn):
@@ -110,18 +102,42 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
     return found
 
 
-def found_at(eqn: Any, seen: Seen, operands: list[Value]) -> FoundLoop:
-    """A loop that is an equation, of these operands."""
-    loop, names = seen.loop, seen.loop.names
-    own = [*names.consts, *names.carry, *names.xs]
+def found_at(eqn: Any, values: list[Value]) -> FoundLoop | None:
+    """The loop that an equation is, whose operands are these; None where it is none."""
+    batch = CompactVmap(**eqn.params) if eqn.primitive is compact_vmap_p else None
+    loop = Loop(**eqn.params) if eqn.primitive is loop_p else batch.static if batch else None
+    library, lanes, invars, results = "loopax", 1, eqn.invars[2:], eqn.outvars[1:]
+    if isinstance(loop, Loop):
+        waiting = loop.debug_info.waiting if loop.debug_info else 1
+        if batch:
+            lanes = batch.axis.size
+            waiting = lanes if is_one_batch(loop, lanes) else 1
+    elif (of_jax := None if batch else jaxi.lax_loop(eqn)) is not None:  # a batch of reverse sweeps has none
+        library, loop, invars, results, waiting = "lax", _loop_of_jax(of_jax), eqn.invars, eqn.outvars, 1
+        if isinstance(of_jax, jaxi.While):  # what the condition reads stands in front, and is of no interest here
+            invars, waiting = invars[of_jax.num_cond_consts :], prod(of_jax.cond.out_avals[0].shape)
+    else:
+        return None
+    own = [*loop.names.consts, *loop.names.carry, *loop.names.xs]
     if loop.debug_info is not None and loop.debug_info.branch:  # its carry is the operands, and arrays of the result
         own = ["result" if name.startswith("carry[1]") else name.replace("carry[0]", "operands", 1) for name in own]
-    operands = [value._replace(name=name or value.name) for name, value in zip(own, operands, strict=True)]
+    given = zip(own, values[len(values) - len(own) :], invars, strict=True)
+    operands = [Value(name or value.name, value.perturbed, atom.aval) for name, value, atom in given]
     consts, carry, xs = loop.inputs(operands)
     flags = (False, *(value.perturbed for value in operands))
     reached = dependence_fixpoint(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
     later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]
-    return FoundLoop(seen, source_of(eqn), operands, later, find(loop.body, [Value(), *consts, *later, *xs]))
+    return FoundLoop(
+        loop,
+        library,
+        source_of(eqn),
+        operands,
+        later,
+        [Value(name or "ys", aval=y.aval) for name, y in zip(loop.names.ys, results[loop.num_carry :], strict=False)],
+        find(loop.body, [Value(), *consts, *later, *xs]),
+        lanes,
+        waiting,
+    )
 
 
 def source_of(eqn: Any) -> str:
@@ -129,28 +145,13 @@ def source_of(eqn: Any) -> str:
     return str(next(of_user(jaxi.user_lines(eqn)), ""))
 
 
-def see(eqn: Any) -> Seen | None:
-    """The loop that an equation is; None where it is none. Its operands are the last ones of the equation."""
-    batch = CompactVmap(**eqn.params) if eqn.primitive is compact_vmap_p else None
-    loop = Loop(**eqn.params) if eqn.primitive is loop_p else batch.static if batch else None
-    if isinstance(loop, Loop):
-        lanes = batch.axis.size if batch else 1
-        waiting = loop.debug_info.waiting if loop.debug_info else 1
-        if batch:
-            waiting = lanes if is_one_batch(loop, lanes) else 1
-        results = eqn.outvars[1 : 1 + loop.num_carry + len(loop.output_avals[1])]
-        return Seen(loop, "loopax", eqn.invars[2:], results, lanes, waiting)
-    found = jaxi.lax_loop(eqn)  # not in a batch of reverse sweeps
-    return None if found is None or batch else _see_lax(eqn, found)
-
-
-def _see_lax(eqn: Any, found: jaxi.Scan | jaxi.While) -> Seen:
-    """A loop of JAX as one of the core; of a `while_loop`, what the condition reads is of no interest here."""
+def _loop_of_jax(found: jaxi.Scan | jaxi.While) -> Loop:
+    """A loop of JAX as one of the core."""
     is_scan = isinstance(found, jaxi.Scan)
     consts, carry, xs = split_list(jaxi.argument_names(found.body), [found.num_consts, found.num_carry])
     names = Names(tuple(consts), tuple(carry), tuple(xs) if is_scan else (), ())
     body = jaxpr_as_fun(found.body)
-    loop = Loop(
+    return Loop(
         trace(lambda _, *operands: body(*operands), [INDEX, *found.body.in_avals]),  # of the core: with a row's number
         found.num_consts,
         found.num_carry,
@@ -161,10 +162,6 @@ def _see_lax(eqn: Any, found: jaxi.Scan | jaxi.While) -> Seen:
         kind=Decided(EveryResidual(keeps_all=True) if is_scan else NoReverseMode(ValueError, NO_REVERSE_MODE)),
         debug_info=DebugInfo("scan" if is_scan else "while_loop", Lax(), Lockstep(), is_scan, names=names),
     )
-    if is_scan:
-        return Seen(loop, "lax", eqn.invars, eqn.outvars)
-    waiting = prod(found.cond.out_avals[0].shape)
-    return Seen(loop, "lax", eqn.invars[found.num_cond_consts :], eqn.outvars, waiting=waiting)
 
 
 # The function that a user asks about: traced, with names for its inputs, and its gradient.

@@ -43,12 +43,9 @@ class Stretch:
 
 def in_groups(steps: np.ndarray, how: Compact) -> list[Stretch]:
     """`Compact` where the numbers of steps are known at the start."""
-    ordered, start, found = np.sort(steps)[::-1], 0, []
-    for number, size in group_sizes(how, len(steps)):
-        for _ in range(number):
-            group, start = ordered[start : start + size], start + size
-            found.append(_stretch(group, size, 0, int(group.max(initial=0))))
-    return found
+    sizes = [size for number, size in group_sizes(how, len(steps)) for _ in range(number)]
+    groups = np.split(np.sort(steps)[::-1], np.cumsum(sizes)[:-1])
+    return [_stretch(group, size, 0, int(group.max(initial=0))) for group, size in zip(groups, sizes, strict=True)]
 
 
 def in_stages(steps: np.ndarray, how: Compact) -> list[Stretch]:
@@ -225,7 +222,7 @@ def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -
     steps = counts.reshape(-1)
     chosen = to_lanes(lanes)
     how = chosen if isinstance(chosen, Compact) else Compact()
-    rows = None if inner is None else _rows_of_lanes(steps, _counts("inner", inner))
+    rows = inner if inner is None else _rows_of_lanes(steps, _counts("inner", inner))
     return LaneReport(
         steps,
         [_stretch(steps, len(steps), 0, int(steps.max(initial=0)))],  # all lanes until the slowest is done

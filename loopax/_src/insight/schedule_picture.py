@@ -72,18 +72,19 @@ def evaluations_of(plan: Plan | None, num_steps: int, records: bool) -> int:
     return 2 * num_steps
 
 
-def room_of(plan: Plan | None, num_steps: int) -> int:
-    """The carries for which a gradient of so many steps sets memory aside."""
+def room_of(plan: Plan | None, num_steps: int, carry: int = 1) -> int:
+    """The memory that a gradient of so many steps sets aside: in bytes for the bytes of a carry, else in carries."""
     match plan:
-        case Blocks():
-            return plan.rows(num_steps) + plan.size
-        case BlocksThenResiduals():
-            return plan.blocks.rows(num_steps - plan.recorded) + max(plan.blocks.size, plan.recorded)
+        case Blocks():  # replays of a block may store residuals that are larger than a carry
+            return plan.rows(num_steps) * carry + plan.size * max(carry, plan.record_bytes)
+        case BlocksThenResiduals(blocks=blocks, recorded=recorded):
+            replays, residuals = blocks.size * max(carry, blocks.record_bytes), recorded * blocks.record_bytes
+            return blocks.rows(num_steps - recorded) * carry + max(replays, residuals)
         case Slots():
-            return plan.count
+            return plan.count * carry
         case WalkBack():
-            return 1
-    return num_steps
+            return carry
+    return num_steps * carry
 
 
 def counted(number: int, one: str, several: str = "") -> str:
@@ -269,5 +270,5 @@ def picture(
     facts = {"bound": bound, "carry_bytes": SMALL_STORE_BYTES + 1, "length_known": length_known, "has_inverse": False}
     plan: Plan | None = asked._saving(**facts)
     if residuals and bound and checkpoints and (last := last_steps(bound, checkpoints, 1, 1)):
-        plan = BlocksThenResiduals(Blocks(last.block), last.recorded, otherwise=asked)
+        plan = BlocksThenResiduals(Blocks(last.block, record_bytes=1), last.recorded, otherwise=asked)
     return SchedulePicture(steps, plan or EveryCarry(), records=residuals and plan is not None)
