@@ -26,7 +26,6 @@ TOP = "public"  # it imports what users call
 GROUND = [  # all may import these: arrows to them would hide the others
     "core/jaxpr",
     "pytrees",
-    "messages",
     "extras",
     "jax_internals",
 ]

@@ -20,7 +20,6 @@ from loopax._src.frontend.trace import StepBack, strongly_typed
 from loopax._src.history import History
 from loopax._src.jax_internals import api_boundary, keep_bits, mapped_aval, runs_in_python, zeros
 from loopax._src.kinds import DerivativeLike, KindLike
-from loopax._src.messages import inverse_message
 from loopax._src.nnx.functional import freeze, thaw
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import describe
@@ -153,7 +152,10 @@ def rollout(
     called = Called("rollout", (step,) if stop is None else (step, stop), ("state", "x"))
     back = _step_back(options, inputs is not None)
     if back is not None and history is not None:
-        raise NotImplementedError(inverse_message("rollout(history=...), which forgets rows,"))
+        raise NotImplementedError(
+            "rollout(history=...), which forgets rows, does not take a kind that brings an inverse. Choose another "
+            "kind, such as `Checkpointed()`, or write the loop as a while_loop, fori_loop or scan of its own."
+        )
 
     def run(once: _Once, given: tuple[_Carry, Any], options: arguments.Options) -> Any:
         is_last, depends_on = stop and once.is_last, (once.saves, every, inputs is None)

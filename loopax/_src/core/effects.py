@@ -14,7 +14,6 @@ from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_jaxprs, trac
 from loopax._src.core.masking import fill_inactive
 from loopax._src.core.row_buffers import VERSION, operands_where
 from loopax._src.jax_internals import ClosedJaxpr, Primitive
-from loopax._src.messages import mixed_effect_message, ordered_lanes_message
 
 # An effect that happens where `active` is True. Operands: active, *operands.
 only_if_p = jaxi.new_primitive("only_if")
@@ -65,7 +64,11 @@ def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) 
     if not own:  # JAX asks inside batched control flow
         return only_if_p.bind(*operands, **params), [None] * len(only_if.types)
     if only_if.types and jaxi.are_ordered(only_if.causes):
-        raise NotImplementedError(ordered_lanes_message(only_if.happening))
+        raise NotImplementedError(
+            f"the body of a loop calls an ordered `{only_if.happening}` with results, and its lanes take different "
+            "numbers of steps. JAX has no order between lanes. Leave out `ordered=True`, or let one lane run after "
+            'another: `lanes="sequential"`.'
+        )
 
     def of_lane(own: dict[int, Any]) -> Any:
         return only_if_p.bind(*(own.get(i, x) for i, x in enumerate(operands)), **params)
@@ -114,7 +117,11 @@ def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[An
         return results
     # Only JAX knows how to evaluate the equation: it is evaluated as a whole, or not at all.
     if mixes_lanes(eqn):
-        raise NotImplementedError(mixed_effect_message(eqn.primitive))
+        raise NotImplementedError(
+            f"the body of a loop calls a `{eqn.primitive}` that prints or calls back, and computes with several lanes "
+            "at once; the lanes of the loop take different numbers of steps. Print outside of it, give all lanes the "
+            "same number of steps, or mask inside the body."
+        )
     types = tuple(variable.aval for variable in eqn.outvars)
     only_if = OnlyIf(eqn.primitive, tuple(eqn.params.items()), types, frozenset(eqn.effects))
     return only_if_p.bind(active, *operands, **only_if._asdict())

@@ -35,13 +35,6 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.lowering.rows import RowLoop, read, write
 from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
-from loopax._src.messages import (
-    CUT_LOOP_SHOWS_NOTHING,
-    FREE_NEEDS_BOUNDS,
-    derivative_message,
-    free_form_message,
-    inverse_message,
-)
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
 # to select in all of them.
@@ -122,23 +115,46 @@ class SplitProgram(NamedTuple):
         return jaxpr_as_fun(self.after)(*inputs, *at.kept, at.num_steps, *at.carry, *at.ys)
 
 
+_ONE_INNER_LOOP = (
+    "lanes='free' is for a loop whose body holds one inner loop, and this body holds",
+    ", or leave lanes='lockstep'. The inner loop may not be batched itself (`jax.vmap` in the body).",
+)
+_TAKES_NO_INVERSE = (
+    "does not take a kind that brings an inverse. Choose another kind, such as `Checkpointed()`, or write the loop as "
+    "a while_loop, fori_loop or scan of its own."
+)
+
+
 @weakly_cached
-def split_at_loop(program: ClosedJaxpr, message: Callable[[int], str]) -> SplitProgram:
-    """Cut a program at the only loop in it; `message(number of loops)` is that of the error where there is not one."""
+def split_at_loop(program: ClosedJaxpr, holds: str, otherwise: str) -> SplitProgram:
+    """Cut a program at the only loop in it. Where there is not one, the error begins and ends with these words."""
     flat = trace(lambda *inputs: evaluate(program, inputs, bind_again, inlined=_jit_with_loop), program.in_avals)
     loops = [eqn for eqn in flat.eqns if eqn.primitive is loop_p]
     for eqn in loops:
         # What is around a loop gives it another derivative than its own, and a split program has it elsewhere.
         if derivative := Loop(**eqn.params).derivative:
-            raise NotImplementedError(derivative_message("a loop of which one is made with others", derivative))
+            raise NotImplementedError(
+                f"a loop of which one is made with others does not take derivative={derivative!r}. Leave the "
+                "derivative out, or leave the lanes in lockstep or compact."
+            )
     if len(loops) != 1:
-        raise ValueError(message(len(loops)))
+        # A loop that nobody uses has been removed by now.
+        found = f"{len(loops)}." if loops else "none. (A loop does not count if its results are not used: return them.)"
+        raise ValueError(
+            f"{holds} {found} The form it needs: outside of `cond`, `scan`, `jax.checkpoint` and other loops, one call "
+            "of `loopax.while_loop`, `loopax.fori_loop` or `loopax.scan`; before and after it, anything. Make one loop "
+            f"of several{otherwise}"
+        )
     (at,) = loops
     loop = Loop(**at.params)
     if loop.reporting is not None:
-        raise NotImplementedError(CUT_LOOP_SHOWS_NOTHING)
+        raise NotImplementedError(
+            "a loop with progress= stands in the body of a loop with lanes='free', or in the function of `lanes_map`. "
+            "It is taken apart there, step by step, and cannot show how far it is. Leave its progress= out; a loop "
+            "with lanes='free' can show its own."
+        )
     if loop.inverse is not None:
-        raise NotImplementedError(inverse_message("a loop inside of another, of which one is made (lanes='free')"))
+        raise NotImplementedError(f"a loop inside of another, of which one is made (lanes='free') {_TAKES_NO_INVERSE}")
     # Before: the equations in their order -> After: those that do not need the loop's results, and those that do
     results, front, behind = set(at.outvars), [], []
     for eqn in flat.eqns:
@@ -248,7 +264,7 @@ class Machine(NamedTuple):
 @weakly_cached
 def _as_one(loop: Loop) -> tuple[Loop, Any]:
     """The single loop of states, its consts being low, high, *consts, *xs; and the structure of a state."""
-    inner = split_at_loop(loop.body, free_form_message)
+    inner = split_at_loop(loop.body, *_ONE_INNER_LOOP)
     consts, carry, rows = loop.input_avals
     operands = [INDEX, INDEX, *consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
     structure: list[Any] = []
@@ -289,13 +305,16 @@ def run_free(
 ) -> Outcome:
     """Run the loop as a single one."""
     if loop.inverse is not None:
-        raise NotImplementedError(inverse_message("lanes='free'"))
-    inner = split_at_loop(loop.body, free_form_message)
+        raise NotImplementedError(f"lanes='free' {_TAKES_NO_INVERSE}")
+    inner = split_at_loop(loop.body, *_ONE_INNER_LOOP)
     if loop.bound == 0:
         return run(loop, low, high, consts, carry, xs)
     single, structure = _as_one(loop)
     if single.bound is None and loop.kind.needs_bound:
-        raise ValueError(FREE_NEEDS_BOUNDS)
+        raise ValueError(
+            "lanes='free' makes one loop of two, and this kind needs a static bound on its steps, which are those of "
+            "both. Give `max_steps=` to both loops, or choose `Checkpointed()`, which needs none."
+        )
     start = jax.tree.leaves(Machine(loop, inner, low, high, consts, xs).start(carry))
     start = list(map(jaxi.vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)

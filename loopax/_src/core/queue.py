@@ -28,7 +28,6 @@ from loopax._src.core.jaxpr.util import padded, split_list, stacked
 from loopax._src.core.lowering.rows import write
 from loopax._src.core.nested_lanes import LaneState, SplitProgram, at_most_once, split_at_loop
 from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, where, zeros
-from loopax._src.messages import lanes_map_message, lanes_stream_message
 
 # A round takes the results of one lane in so many. With more lanes in a round fewer would be busy, with fewer lanes
 # items would begin and end more often.
@@ -95,7 +94,9 @@ def run_queue(
     lanes = min(lanes, num_items)
     part = max(lanes // PART, 1)
     item_avals = [jax.typeof(x[0]) for x in items]
-    queue = Queue(split_at_loop(program, lanes_map_message), shared, item_avals, lanes, part)
+    otherwise = ", or use `jax.lax.map(f, xs, batch_size=...)`, which needs no loop."
+    split = split_at_loop(program, "lanes_map(f, ...): f must hold exactly one loop of loopax, and holds", otherwise)
+    queue = Queue(split, shared, item_avals, lanes, part)
     full, drained = -(-num_items // part), -(-lanes // part)
     numbers = jnp.arange((full + drained) * part, dtype=jnp.int32)
     numbers = jnp.where(numbers < num_items, numbers, NO_ITEM)
@@ -191,7 +192,9 @@ class ChunkResults(NamedTuple):
 
 def queue_for(program: ClosedJaxpr, shared: Any, item_avals: Any, lanes: int, places: int) -> Queue:
     """Lanes for a program (*shared, *item) -> outputs with one loop in it."""
-    return Queue(split_at_loop(program, lanes_stream_message), shared, item_avals, lanes, places)
+    otherwise = ". Items without a loop need no lanes: `jax.vmap` takes as long for each."
+    split = split_at_loop(program, "lanes_stream(f, ...): f must hold exactly one loop of loopax, and holds", otherwise)
+    return Queue(split, shared, item_avals, lanes, places)
 
 
 def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lane, ChunkResults]:

@@ -67,7 +67,6 @@ from loopax._src.core.jaxpr.util import trace
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, jaxpr_as_fun
-from loopax._src.messages import SPARSE_CARRY, SPARSE_IN_COMPACT_LANES
 
 # Sparse matrices that the body of a loop closes over, under `jax.experimental.sparse.sparsify`.
 #
@@ -76,7 +75,11 @@ from loopax._src.messages import SPARSE_CARRY, SPARSE_IN_COMPACT_LANES
 
 def _dense(values: Sequence[Any]) -> Sequence[Any]:
     if any(map(jaxi.is_sparse, values)):
-        raise NotImplementedError(SPARSE_CARRY)
+        raise NotImplementedError(
+            "jax.experimental.sparse.sparsify: a sparse matrix is in the carry, the rows or the results of a loop, "
+            "which hold dense arrays. Let the body close over the matrix, or return it as it came; or convert it "
+            "before the loop, or in the body: `jax.experimental.sparse.todense(x)`."
+        )
     return values
 
 
@@ -111,7 +114,10 @@ def of_sparse(primitive: Primitive, steps: Any, body: str, num_limits: int) -> C
 
 def refuse_sparse(_: Sequence[Any], __: dict[str, Any]) -> Sequence[Any]:
     """What holds loops in another form takes no sparse matrix."""
-    raise NotImplementedError(SPARSE_IN_COMPACT_LANES)
+    raise NotImplementedError(
+        "jax.experimental.sparse.sparsify: the body of a loop with compact lanes closes over a sparse matrix, and the "
+        "loop is batched already. Take `jax.vmap` outside: `jax.vmap(sparsify(f))`, or leave lanes='lockstep'."
+    )
 
 
 jaxi.register(

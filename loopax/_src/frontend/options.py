@@ -15,7 +15,6 @@ from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.jax_internals import made_with
 from loopax._src.kinds import Derivative, DerivativeLike, Kind, KindLike, to_derivative, to_kind
-from loopax._src.messages import derivative_message
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
 from loopax._src.pytrees.carry import NO_RETURN
 from loopax._src.pytrees.leaves import LoopInfo, describe, describe_node, is_static, stays
@@ -125,7 +124,10 @@ def options(
     shown, kind, lanes = to_progress(name, progress), to_kind(kind), to_lanes(lanes)
     derivative = to_derivative(derivative)
     if derivative is not None and isinstance(lanes, Free):
-        raise NotImplementedError(derivative_message(f"{name}(lanes='free')", derivative))
+        raise NotImplementedError(
+            f"{name}(lanes='free') does not take derivative={derivative!r}. Leave the derivative out, or leave the "
+            "lanes in lockstep or compact."
+        )
     if derivative is not None and not derivative.uses_kind and not kind._chooses:
         raise ValueError(
             f"{name}(kind={kind!r}, derivative={derivative!r}): this derivative differentiates no steps, so there is "

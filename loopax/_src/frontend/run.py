@@ -35,7 +35,6 @@ from loopax._src.frontend.references import (
 from loopax._src.frontend.steps import always, first_condition, scan_step
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, Traced, trace_promoting
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
-from loopax._src.messages import references_message
 from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
 from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
@@ -159,8 +158,10 @@ class _UserCall:
         self.check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
         if self.derivative and traced.references:
-            why = f"derivative={self.derivative!r} does not take"
-            raise NotImplementedError(references_message(step.where, why))
+            raise NotImplementedError(
+                f"{step.where} reads or writes a mutable array (a `jax.Ref`), which derivative={self.derivative!r} "
+                "does not take. Pass its value through the carry."
+            )
 
         first, first_consts = traced.first or (None, [])
         if goes_on is not None and first is None:

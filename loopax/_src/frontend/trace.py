@@ -30,7 +30,6 @@ from loopax._src.frontend.references import (
 )
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.jax_internals import ClosedJaxpr
-from loopax._src.messages import references_message
 from loopax._src.nnx.functional import (
     Changes,
     WrittenRows,
@@ -327,7 +326,10 @@ def _trace_now(
     inverse = None
     if open_inverse:
         if references:
-            raise NotImplementedError(references_message(step.where, "the inverse of its kind cannot walk back"))
+            raise NotImplementedError(
+                f"{step.where} reads or writes a mutable array (a `jax.Ref`), which the inverse of its kind cannot "
+                "walk back. Pass its value through the carry."
+            )
         sizes = [len(closed_over), len(extras), num_go, num_carry, num_flags]
         inverse = _as_inverse(open_inverse, body, sizes, num_recorded)
     refuse_strays(step.where, init, body, len(given), goes_on is not None)

@@ -11,7 +11,6 @@ from loopax._src.core import mixing_primitive
 from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.references import refuse_closed_over
 from loopax._src.jax_internals import ClosedJaxpr, made_at, open_constants, source_here
-from loopax._src.messages import mixed_items_message, untraceable_message
 from loopax._src.nnx.functional import freeze, refuse_changes, thaw_numbered
 from loopax._src.pytrees.leaves import Spec, is_static, pack
 from loopax._src.pytrees.static import Called, parameters_of
@@ -61,7 +60,13 @@ def item_program(
     program, shared = open_constants(jax.make_jaxpr(flat)(*of_function, *item.avals))
     refuse_closed_over(f"f of {caller}", shared, "Return what f would write")
     if primitive := mixing_primitive(program):
-        raise NotImplementedError(mixed_items_message(caller, primitive))
+        raise NotImplementedError(
+            f"{caller}(f, ...): f calls {primitive}, which computes for a lane from other lanes, so an item's result "
+            "would depend on which items are in other lanes. (JAX draws for all lanes of a batch with the key of one, "
+            "where keys are of the PRNGs rbg and unsafe_rbg. The rule of a jax.custom_batching.custom_vmap may do so, "
+            "too.) Draw with keys of threefry (`jax.random.key(seed, impl='threefry2x32')`), or use "
+            "`jax.lax.map(f, xs)`, which takes one item after another."
+        )
     return ItemProgram(program, list(shared), found["spec"], found["messages"])
 
 
@@ -103,7 +108,12 @@ def trace_program(caller: str, fn: Callable[..., Any], args: Sequence[Any], kwar
     try:
         closed = jax.make_jaxpr(flat)(*arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        raise TypeError(untraceable_message(caller, getattr(fn, "__name__", repr(fn)), error)) from error
+        raise TypeError(
+            f"{caller}({getattr(fn, '__name__', repr(fn))}): the function cannot be traced by JAX, and only what is "
+            "traced has loops to look at. It uses the value of an array where Python has to decide something (an `if`, "
+            "a shape, a conversion to NumPy). Give what it decides by as a Python number, which stays one, or rewrite "
+            f"the part of it that is pure JAX. JAX says:\n{error}"
+        ) from error
     return TracedProgram(
         closed,
         arrays,

@@ -1,5 +1,4 @@
 """`rewrite_loops`: a function with the loops of other libraries replaced.
 
-May import: branches, core/ir, core/jaxpr, core/masking, frontend, insight, jax_internals, kinds, loops, messages,
-pytrees.
+May import: branches, core/ir, core/jaxpr, core/masking, frontend, insight, jax_internals, kinds, loops, pytrees.
 """

@@ -21,7 +21,6 @@ from loopax._src.insight.explanation import LoopExplanation
 from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.loops import fori_loop, scan, while_loop
-from loopax._src.messages import rewritten_limit_problem
 from loopax._src.pytrees.static import Why, static_bool
 
 # Evaluate a jaxpr with its `jax.lax` loops (and branches) exchanged for those of loopax, wherever they stand in it.
@@ -130,7 +129,10 @@ class Exchange:
 
         def run(*arguments: Any) -> Any:
             result, info = loop(*arguments, **options, max_steps=self.max_steps, throw=False, info=True)
-            problem = rewritten_limit_problem(self.max_steps)
+            problem = (
+                f"max_steps={self.max_steps} stopped a loop in the function that would have gone on. Give a larger "
+                "max_steps, or none: reverse mode works without one, for kind='checkpointed' and 'auto'."
+            )
             return settle(result, [Check.of("loopax.rewrite_loops", info.limit_reached, problem)])
 
         return run

@@ -24,7 +24,6 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.masking import filled_in_derivatives
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
-from loopax._src.messages import effects_message
 
 
 def tangents_or_zeros(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -120,7 +119,13 @@ def nan_if_uncounted(loop: Loop, row: Any, tangent: Any) -> Any:
 def refuse_effects(body: ClosedJaxpr) -> None:
     """Raise if the body has an effect that cannot be differentiated."""
     if refused := jaxi.undifferentiable_effects(body):
-        raise NotImplementedError(effects_message(refused))
+        names = ", ".join(sorted({type(effect).__name__ for effect in refused}))
+        raise NotImplementedError(
+            f"a loop is differentiated whose body has effects that a derivative may neither repeat nor drop: {names}. "
+            "Ordered effects and `io_callback` are refused, because reverse mode evaluates steps again. "
+            "Use `jax.debug.print` or `jax.debug.callback` without `ordered=True`, or `jax.pure_callback`, "
+            "or keep the loop out of the differentiated part with `jax.lax.stop_gradient` on all its inputs."
+        )
 
 
 class _Pairs(NamedTuple):

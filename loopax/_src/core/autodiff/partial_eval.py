@@ -53,7 +53,6 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.masking import filled_in_derivatives
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
-from loopax._src.messages import no_reverse_mode_message
 
 
 class PartialEval(NamedTuple):
@@ -465,7 +464,12 @@ def loop_linearize(
     depends = iter([tangent is None for tangent in (*pairs.carry, *pairs.ys, *pairs.saved)])
     results = pairs.results.leaves
     if any(x is None for x in results):
-        raise ValueError(no_reverse_mode_message())
+        raise ValueError(
+            "reverse mode through a loop whose body calls an operation that has none in JAX. A function of "
+            "`jax.custom_batching.custom_vmap` has one in the gradient of a batch, "
+            "`jax.grad(lambda x: jax.vmap(f)(x).sum())`, and none in a batch of gradients, `jax.vmap(jax.grad(f))`: "
+            "give it a `jax.custom_vjp` there."
+        )
     mask = [flag and next(depends) for flag in loop.results_from(False, outputs, False).leaves]
 
     def linear(*tangents: Any) -> list[Any]:

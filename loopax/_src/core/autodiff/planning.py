@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.autodiff.transpose import transposed_step
-from loopax._src.core.ir.kind import Decided, LoopFacts, StepFacts
+from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, StepFacts
 from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
@@ -23,7 +23,6 @@ from loopax._src.core.jaxpr.dependence import linear_results
 from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, keep_bits
-from loopax._src.messages import no_plan, plan_needs_bound
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
 #
@@ -117,9 +116,17 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
         )
     )
     if not isinstance(plan, Plan):
-        raise TypeError(no_plan(loop.kind, plan))
+        got = f"the class {plan.__name__}" if isinstance(plan, type) else plan and f"{type(plan).__name__} {plan!r}"
+        raise TypeError(
+            f"kind={loop.kind!r}: `plan` returned {got}, expected a plan: an object of `Checkpoints`, `EveryCarry`, "
+            "`EveryResidual`, `LastCarry` or `NoReverseMode` of `loopax.kinds`."
+        )
     if plan.needs_bound and loop.bound is None:
-        raise ValueError(plan_needs_bound(loop.kind, plan))
+        raise ValueError(
+            f"kind={loop.kind!r}: `plan` returned {plan!r}, which stores something for every step, and the loop has no "
+            "bound. Set `needs_bound = True` in the class, or return `Checkpoints` where `loop.bound` is None. "
+            f"{GIVE_BOUND}"
+        )
     return plan
 
 

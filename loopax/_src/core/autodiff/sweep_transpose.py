@@ -55,7 +55,6 @@ from loopax._src.core.jaxpr.util import (
     written_out,
 )
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
-from loopax._src.messages import REVERSE_TWICE_NEEDS_BOUND
 
 
 class LinearSweep(NamedTuple):
@@ -318,7 +317,13 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     if _cotangents_of_carry(sweep, nonzero_ys)[1]:
         # The known carry before every backward step, as rows.
         if sweep.bound is None:
-            raise ValueError(REVERSE_TWICE_NEEDS_BOUND)
+            raise ValueError(
+                "reverse mode is taken twice through a loop that has no bound, and whose body calls a `jax.custom_vjp` "
+                "function. Its backward function is not linear in the cotangent (it clips it, say). So the second "
+                "derivative needs the cotangents of all steps, and memory for a static number of them. Give "
+                "`max_steps=`, or take forward mode of the gradient, which needs no bound: "
+                "`jax.jvp(jax.grad(f), ...)`, `jax.jacfwd(jax.grad(f))`."
+            )
         known = sweep.known
         inputs, first = known.step.invars, 1 + len(known.linear_consts)
         carried = inputs[first : first + len(known.linear_carry)]

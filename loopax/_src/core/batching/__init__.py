@@ -1,5 +1,5 @@
 """`jax.vmap` of loops and of reverse sweeps.
 
 May import: core/autodiff, core/buffer_versions, core/effects, core/ir, core/jaxpr, core/masking, core/row_buffers,
-jax_internals, messages.
+jax_internals.
 """

@@ -19,21 +19,26 @@ from loopax._src.core.ir.annotations import strip_progress
 from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep
 from loopax._src.core.jaxpr.evaluate import jvp_expanded, linearize_expanded
-from loopax._src.core.jaxpr.types import Axis, Expected, axes_of, is_batched, refuse_sharded_lanes
+from loopax._src.core.jaxpr.types import (
+    Axis,
+    Expected,
+    axes_of,
+    is_batched,
+    refuse_gathering,
+)
 from loopax._src.core.jaxpr.util import (
     Mask,
-    collective_over,
     either,
     flatten,
     num_bytes,
     of_selected,
+    refuse_collectives,
     select,
     trace,
     unflatten,
     weakly_cached,
 )
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
-from loopax._src.messages import collective_message
 
 # Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this
 # many bytes, or than what the lanes have already.
@@ -102,8 +107,7 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     recomputes steps, which have lost their effects (`_joins`).
     """
     inner, outer = CompactVmap(**params), Axis.of(axis_data)
-    if collective_over(inner.program, outer.name):
-        raise NotImplementedError(collective_message(outer.name))
+    refuse_collectives(inner.program, outer.name)
     mapped, sizes = is_batched(dims), (outer.size, inner.axis.size)
     if not _joins(inner, mapped, sizes, operands):
         # What does not depend on the new lanes stays as it is.
@@ -111,7 +115,7 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
         in_axes = [None if d is None else int(d) for d in dims]
         function = jax.vmap(jaxpr_as_fun(inner.program), in_axes, out_axes, **jaxi.axis_arguments(axis_data))
         return function(*operands), out_axes
-    refuse_sharded_lanes(outer)
+    refuse_gathering(outer)
     flat = []
     for x, at, has_lanes, dim in zip(operands, inner.rules.operand_axes(inner.static), inner.mapped, dims, strict=True):
         if dim is not None or has_lanes:

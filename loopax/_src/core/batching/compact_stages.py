@@ -27,9 +27,9 @@ from loopax._src.core.jaxpr.types import Axis
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
-    collective_over,
     flatten,
     map_leaves,
+    refuse_collectives,
     select,
     split_list,
     stacked,
@@ -38,7 +38,6 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.core.masking import pick
 from loopax._src.core.row_buffers import get, put
 from loopax._src.jax_internals import keep_bits, zeros
-from loopax._src.messages import collective_message
 
 # Lanes of a loop of one step or none (a branch), in batches of those that take the step.
 #
@@ -59,8 +58,7 @@ def takes_one_step(loop: Loop) -> bool:
 def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outcome:
     """The results of all lanes; takes: bool[lanes]."""
     assert isinstance(loop.lanes, Compact)
-    if collective_over(loop.body, axis.name):
-        raise NotImplementedError(collective_message(axis.name))
+    refuse_collectives(loop.body, axis.name)
     size = min(max(fewest_lanes(loop.lanes, CPU_LANES), axis.size // _MOST_BATCHES), axis.size)
     batches = -(-axis.size // size)
     # The numbers of the lanes that take the step, in order; zeros behind them.

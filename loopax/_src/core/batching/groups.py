@@ -15,10 +15,16 @@ from loopax._src.core.ir.kind import Decided, Kind
 from loopax._src.core.ir.lanes import Compact, group_sizes
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
-from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_sharded_lanes, settled
-from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, Mask, collective_over, of_selected, split_list
+from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_gathering, settled
+from loopax._src.core.jaxpr.util import (
+    INDEX,
+    MOST_STEPS,
+    Mask,
+    of_selected,
+    refuse_collectives,
+    split_list,
+)
 from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, open_constants, replace_jaxpr, vary_like
-from loopax._src.messages import sequential_collective_message, symbolic_lanes_message
 
 
 def run_function(
@@ -75,11 +81,12 @@ def run_sequentially(
     `body` is what one lane evaluates: it may not communicate with others. `batched_results` says
     which of the results lanes have of their own; all share the others.
     """
-    refuse_sharded_lanes(axis)
-    if collective_over(body, axis.name):
-        raise NotImplementedError(sequential_collective_message(axis.name))
-    if not isinstance(axis.size, int):
-        raise NotImplementedError(symbolic_lanes_message(axis.size))
+    refuse_gathering(axis)
+    why = (
+        "its lanes run one after another: the others have nothing to contribute yet. Give all lanes the same number of "
+        'steps and write lanes="lockstep"'
+    )
+    refuse_collectives(body, axis.name, why)
     rows = [jnp.moveaxis(x, int(d), 0) for x, d in zip(operands, dims, strict=True) if d is not None]
     of_lane = of_selected(alone, is_batched(dims), operands)
     kind = Decided(EveryResidual(reason="a loop over lanes"))

@@ -27,10 +27,10 @@ from loopax._src.core.jaxpr.dependence import is_arithmetic, is_elementwise, mix
 from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals
 from loopax._src.core.jaxpr.util import (
     Mask,
-    collective_over,
     either,
     flatten,
     map_leaves,
+    refuse_collectives,
     split_list,
     stacked,
     trace,
@@ -39,7 +39,6 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.masking import When, active_lanes, fill_inactive, over_lanes, pick, visibly_active
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
-from loopax._src.messages import collective_message
 
 # One step of a batch of loops that stop at different times.
 #
@@ -298,8 +297,7 @@ def _lanes_loop(
     - how many lanes go on, if the loop shows its progress;
     - the number of steps of each lane, if the loop has a predicate.
     """
-    if collective_over(loop.body, axis.name):
-        raise NotImplementedError(collective_message(axis.name))
+    refuse_collectives(loop.body, axis.name)
     window_avals, extra = avals
     num_windows, num_extra = len(window_avals), len(extra)
     may_discard = takes_any_step(loop)

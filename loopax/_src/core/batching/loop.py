@@ -41,7 +41,7 @@ from loopax._src.core.ir.reverse_sweep import (
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import mixing_primitive, needed_inputs
 from loopax._src.core.jaxpr.evaluate import batch_expanded
-from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, refuse_sharded_lanes, uniform_body
+from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, refuse_gathering, uniform_body
 from loopax._src.core.jaxpr.util import (
     Groups,
     Mask,
@@ -54,7 +54,6 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.masking import over_lanes
 from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, batched_outputs, happens
-from loopax._src.messages import symbolic_lanes_message
 
 # Which way a batch whose lanes take different numbers of steps is expected to be fastest: `lanes="auto"`.
 #
@@ -176,9 +175,7 @@ def _with_lanes(axis: Axis, operands: Groups, dims: Groups, has_lanes: Groups, p
 
 def _gathered(rules: BatchRules, static: Any, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> Any:
     """Lanes that are gathered into smaller batches while they run."""
-    if not isinstance(axis.size, int):
-        raise NotImplementedError(symbolic_lanes_message(axis.size))
-    refuse_sharded_lanes(axis)
+    refuse_gathering(axis)
     return compact_vmap(rules, static, axis, mapped, operands), rules.result_axes(static)
 
 

@@ -13,7 +13,6 @@ from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, num_recorded, result_avals
 from loopax._src.core.ir.plan import Plan
 from loopax._src.jax_internals import jaxpr_as_fun
-from loopax._src.messages import kind_needs_bound, no_outcome, other_outcome, unhashable
 
 # A loop that a user has called, with its operands: what a derivative runs.
 
@@ -333,14 +332,20 @@ def kept(choice: Any) -> Any:
     """What a program keeps of a kind or a derivative; raises where this has no hash."""
     stored = choice.without_functions()
     if type(stored).__hash__ is None:
-        raise TypeError(unhashable(stored))
+        raise TypeError(
+            f"{stored!r} cannot be hashed, and JAX uses it as a key of its caches. Write `@dataclass(frozen=True)` "
+            "above the class."
+        )
     return stored
+
+
+GIVE_BOUND = "Give a static bound: `max_steps=`, rows of `xs`, or a static length."
 
 
 def checked_kind(kind: Kind, bound: int | None) -> Kind:
     """What a program keeps of a kind; raises where the kind needs a bound and there is none."""
     if kind.needs_bound and bound is None:
-        raise ValueError(kind_needs_bound(kind))
+        raise ValueError(f"kind={kind!r} needs to know at most how many steps there are. {GIVE_BOUND}")
     return kept(kind)
 
 
@@ -348,7 +353,11 @@ def run_by(derivative: Derivative, call: LoopCall) -> Outcome:
     """Run a loop with this derivative; raises where the results are not of the types that the loop has."""
     out: Any = derivative.run(call)
     if not isinstance(out, Outcome):
-        raise TypeError(no_outcome(derivative, out))
+        raise TypeError(
+            f"derivative={derivative!r}: `run` returned {out if out is None else type(out).__name__}, expected the "
+            "results of the loop: what `call.run()` returns, with another carry or other rows perhaps "
+            "(`out._replace(carry=[...])`)."
+        )
     wanted, names = result_avals(call.loop), call.loop.names
     carry = ("whether to go on", *names.carry[1:]) if call.loop.predicated else names.carry
     num_ys = len(wanted.ys) - num_recorded(call.loop.body, call.loop.inverse)  # rows of a tape are no results
@@ -358,7 +367,12 @@ def run_by(derivative: Derivative, call: LoopCall) -> Outcome:
         *_misfits("ys", out.ys, wanted.ys[:num_ys], names.ys[:num_ys]),
     ]
     if lines:
-        raise TypeError(other_outcome(derivative, lines))
+        raise TypeError(
+            f"derivative={derivative!r}: `run` must return results of the same shapes and dtypes as `call.run()`. It "
+            "does not, at:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nValues do not depend on a derivative: return every array of the loop, with its type (`x.astype(...)`)."
+        )
     return out
 
 

@@ -34,7 +34,6 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, jaxpr_as_fun
-from loopax._src.messages import devices_message, sharded_lanes_message
 
 # Which types the bodies in an equation expect of its operands: (group, expected, given). Only `check_jaxpr` asks, under
 # `jax_enable_checks` say.
@@ -99,10 +98,22 @@ class Axis:
         return {"axis_size": self.size, "axis_name": self.name, "spmd_axis_name": self.spmd_name}
 
 
-def refuse_sharded_lanes(axis: Axis) -> None:
-    """Raise where lanes would be gathered that are on several devices of an `Explicit` mesh."""
-    if axis.mesh_axis is not None:
-        raise NotImplementedError(sharded_lanes_message(axis.mesh_axis))
+def refuse_gathering(axis: Axis) -> None:
+    """Raise where lanes would be gathered that are on several devices, or of which nobody knows how many they are."""
+    if (name := axis.mesh_axis) is not None:
+        name = name[0] if isinstance(name, tuple) and len(name) == 1 else name
+        raise NotImplementedError(
+            "the lanes of a loop with lanes='compact' or 'sequential' take different numbers of steps, and are spread "
+            f"over the devices along the `Explicit` mesh axis {name!r}. Gathering them would move them between "
+            f"devices. Use `loopax.sharded_lanes(f, mesh, {name!r})` in place of `jax.vmap(f)`: each device then runs "
+            "a loop of its own. Or leave lanes='lockstep', which asks all devices in every step whether a lane goes on."
+        )
+    if not isinstance(axis.size, int):
+        raise NotImplementedError(
+            f"lanes='compact' or 'sequential': the batch has {axis.size} lanes, a symbolic dimension. How these lanes "
+            "run is decided when the loop is compiled, so the number of lanes has to be known. Export a fixed size, or "
+            "leave lanes='lockstep'."
+        )
 
 
 def fill_axis(axis: Axis, x: Any, dim: Any, to: int = 0) -> Any:
@@ -236,7 +247,14 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
     All that it takes and returns varies over these axes, and nothing in it communicates over them.
     """
     if collective := collective_in(body, axes):
-        raise NotImplementedError(devices_message(*collective))
+        name, axis = collective
+        raise NotImplementedError(
+            f"the body of a loop communicates over the axis {axis!r} of a `jax.shard_map` (`{name}`), but the devices "
+            "along it take different numbers of steps: one that has finished would keep the others waiting for ever. "
+            "Give all of them the same number of steps and mask inside the body, or move the collective out of the "
+            "loop. If they do take the same number, say so to JAX: decide on it by what does not vary, such as the "
+            f"result of `jax.lax.pmax(..., {axis!r})`."
+        )
 
     def has_marks(jaxpr: ClosedJaxpr) -> bool:
         return any(axes & jaxi.marked_varying(eqn) for eqn in equations_in(jaxpr))

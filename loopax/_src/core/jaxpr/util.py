@@ -208,6 +208,20 @@ def collective_over(program: ClosedJaxpr, axis_name: Any) -> bool:
     return axis_name is not None and any(axis_name in jaxi.communicates_over(eqn) for eqn in equations_in(program))
 
 
+def refuse_collectives(program: ClosedJaxpr, axis_name: Any, why: str = "") -> None:
+    """Raise where lanes that take different numbers of steps, or take them at other times, communicate."""
+    why = why or (
+        "its lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
+        "the same number of steps and mask inside the body"
+    )
+    if collective_over(program, axis_name):
+        raise NotImplementedError(
+            f"the body of a loop communicates over the mapped axis {axis_name!r} (`jax.lax.psum` or the like), but "
+            f"{why}, or move the collective out of the loop. A lane's own place (`jax.lax.axis_index`) can be taken in "
+            "the body itself, but not in a `jit` or `cond` there."
+        )
+
+
 def take_out_places(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr with its own `axis_index`es as first inputs, and their values: a lane's place never changes."""
     places = list(filter(jaxi.is_axis_index, closed.eqns))
