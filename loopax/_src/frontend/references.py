@@ -34,7 +34,7 @@ class KeyUse(NamedTuple):
 def key_use(
     where: str, raw: ClosedJaxpr, num_extras: int, carry: Spec, x: Spec, num_go: int, once: bool
 ) -> KeyUse | None:
-    """What a traced step (row, *extras, *carry, *x, ...) -> (*go, *carry, ...) does with keys; None: nobody asks.
+    """What a traced step (row, *extras, *carry, *x) -> (*go, *carry, ...) does with keys; None: nobody asks.
 
     A step that is taken once may consume what it likes. Others must carry on a new key in the place of one that they
     consume.
@@ -42,11 +42,10 @@ def key_use(
     if not jaxi.checks_keys():
         return None
     is_key = [[leaf.key_impl is not None for leaf in spec.leaves if isinstance(leaf, Dynamic)] for spec in (carry, x)]
-    num_after = len(raw.in_avals) - 1 - num_extras - len(is_key[0]) - len(is_key[1])
-    given = [False] * (1 + num_extras) + is_key[0] + is_key[1] + [False] * num_after
+    given = [False] * (1 + num_extras) + is_key[0] + is_key[1]
     consumed, made, forwarded = jaxi.keys_of(raw, given)
-    sizes = [len(consumed) - len(given), 1 + num_extras, len(is_key[0]), len(is_key[1])]
-    closed_over, _, of_carry, of_x, _ = split_list(consumed, sizes)
+    sizes = [len(consumed) - len(given), 1 + num_extras, len(is_key[0])]
+    closed_over, _, of_carry, of_x = split_list(consumed, sizes)
     spent = (uses and not new for uses, new in zip(of_carry, made[num_go:], strict=False))
     old = select(list(spent), carry.names("carry"))
     if not once and any(closed_over):
@@ -80,32 +79,6 @@ def with_kept_keys(use: KeyUse | None, init: Any, spec: Spec, carry: Any) -> Any
     old, kept = jax.tree.leaves(init), iter(use.kept)
     is_kept = [isinstance(leaf, Dynamic) and next(kept) for leaf in spec.leaves]
     return structure.unflatten([a if kept else b for kept, a, b in zip(is_kept, old, leaves, strict=True)])
-
-
-# The row of a tape that an inverse is given, while it is traced together with the step that makes the row.
-#
-# The types of the row are known only when the step has been traced, so it cannot be an input. It is the result of a
-# primitive without operands instead, and becomes an input when the inverse is taken apart from the step.
-
-
-_row_of_tape_p = jaxi.new_primitive("row_of_tape")
-
-
-def row_of_tape(avals: Sequence[Any]) -> list[Any]:
-    """Arrays of these types, which stand for a row."""
-    return _row_of_tape_p.bind(avals=tuple(map(jaxi.strong, avals)))
-
-
-def take_out_row_of_tape(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
-    """The jaxpr without the equation that stands for a row, and the variables of the row. They are defined nowhere."""
-    eqns = closed.eqns
-    rows = [eqn for eqn in eqns if eqn.primitive is _row_of_tape_p]
-    rest = [eqn for eqn in eqns if eqn.primitive is not _row_of_tape_p]
-    variables = [variable for eqn in rows for variable in eqn.outvars]
-    return jaxi.replace_jaxpr(closed, closed.invars, closed.outvars, rest), variables
-
-
-jaxi.register(_row_of_tape_p, abstract_eval=lambda *, avals: list(avals))
 
 
 _ADVICE = "Let the function close over it, and read and write it there; or give its value (`ref[...]`)."

@@ -25,8 +25,6 @@ from loopax._src.frontend.references import (
     refuse_closed_over,
     refuse_other_types,
     refuse_references_in,
-    row_of_tape,
-    take_out_row_of_tape,
 )
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.jax_internals import ClosedJaxpr
@@ -254,11 +252,11 @@ def _trace_now(
     """A traced step, and what it closes over."""
     found: dict[str, Any] = {}
     placed, num_go = partial(jaxi.made_at, jaxi.source_here()), int(goes_on is not None)
-    num_recorded = 0  # arrays in a row of the tape
+    row_spec = pack(())[1]  # of a row of the tape
 
     def flat(row: Any, *operands: Any) -> list[Any]:
-        nonlocal num_recorded
-        given, arrays, x_arrays, after = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
+        nonlocal row_spec
+        given, arrays, x_arrays = split_list(operands, [len(extras), len(spec.avals)])
         with collecting() as (checks, _):
             taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
         flags: dict[str, Any] = {}  # where any of the checks with this text fails
@@ -267,54 +265,44 @@ def _trace_now(
         carry_avals = list(map(jax.typeof, taken.carry))
         found.update(found=taken.found, carry_avals=carry_avals, messages=list(flags))
         results = [*[taken.goes_on] * num_go, *taken.carry, *flags.values(), *taken.ys]
-        if step.back is None:
-            return results
-        recorded, tape = [], []
-        if step.back.record is not None:
+        if step.back is not None and step.back.record is not None:
             carries, x = [thaw(spec.unpack(carry)) for carry in (arrays, taken.carry)], thaw(x_rows.unpack(x_arrays))
             with collecting():  # the body has the checks
                 made = step.back.record(row, given, carries, x)
             made = freeze(made)
             refuse_references_in(f"record of {step.where} returned", made)
             recorded, row_spec = pack(without_flags(made))
-            num_recorded, tape = len(recorded), [row_spec.unpack(row_of_tape(row_spec.avals))]
-        start = placed(spec.unpack(after))
-        (carry, objects), (x, _) = thaw_numbered(start), thaw_numbered(x_rows.unpack(x_arrays))
-        with collecting():
-            carry = step.back.inverse(row, given, [carry], x, *tape)
-        where = f"the inverse of {step.where}"
-        carry, _ = take_back(where, start, objects, carry)
-        return [*results, *recorded, *match_carry(where, init, spec, carry)]
+            results += recorded
+        return results
 
     # What JAX's errors call the arguments: as the user's function does.
-    called, after = step.called, spec.avals if step.back else []
+    called = step.called
     carry, x = spec.names(called.name("carry")), x_rows.names(called.name("x"))
-    names = [called.name("i"), *called.extras[: len(extras)], *carry, *x, *(carry if after else [])]
+    names = [called.name("i"), *called.extras[: len(extras)], *carry, *x]
     called.name_in_errors(flat, names)
     with clear_errors(f"{step.where} changes"):
-        raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals, *after)
+        raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
     uses = key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
-    open_body, closed_over = jaxi.open_constants(raw)
-    open_body, places = take_out_places(open_body)
-    closed_over = [*places, *closed_over]
-    refuse_other_types(step.where, closed_over)
-    open_body = jaxi.with_values(open_body) if jaxi.uses_references(open_body) else open_body
-    open_inverse = None
-    if after:
-        first = len(closed_over) + 1 + len(extras)
-        open_body, open_inverse = _apart(open_body, range(first, first + len(after)))
+    open_body, closed_over = _opened(step.where, raw)
+    num_own, open_back, places = len(closed_over), None, []
+    if step.back is not None:
+        # Traced when the types of a row of the tape are known. It may close over more than the step does.
+        open_back, more = _trace_back(step, step.back, extras, init, spec, x_rows, row_spec, placed, names)
+        closed_over = [*closed_over, *(x for x in more if not any(x is known for known in closed_over))]
+        places = [next(i for i, known in enumerate(closed_over) if x is known) for x in more]
 
     # Before: (*closed over, row, *extras, *carry, *x) -> ([goes on], *carry, *flags, *y, *row of the tape, *references)
     # After: (row, *constants, *extras, [goes on], *carry, *flags, *references, *x)
     #        -> ([goes on], *carry, *flags, *references, *y, *row of the tape)
     num_flags, num_carry, function = len(found["messages"]), len(spec.avals), chained(open_body)
-    is_mutable, avals = list(map(jaxi.is_reference, closed_over)), open_body.in_avals[: len(closed_over)]
+    is_mutable = list(map(jaxi.is_reference, closed_over))
+    avals = [*open_body.in_avals[:num_own], *map(jax.typeof, closed_over[num_own:])]
     constants, references = reject(is_mutable, avals), select(is_mutable, avals)
     sizes = [len(constants), len(extras), num_go, num_carry, num_flags, len(references)]
 
     def in_core(row: Any, *operands: Any) -> list[Any]:
         closed, given, _, arrays, flags, values, x = split_list(operands, sizes)
-        out, _ = function(*merge_lists(is_mutable, closed, values), row, *given, *arrays, *x)
+        out, _ = function(*merge_lists(is_mutable, closed, values)[:num_own], row, *given, *arrays, *x)
         new, new_flags, results = split_list(out, [num_go + num_carry, num_flags])
         ys, values = split_list(results, [len(results) - len(references)])
         flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
@@ -324,14 +312,14 @@ def _trace_now(
     given = [INDEX, *constants, *map(jax.typeof, extras)]
     body = trace(in_core, [*given, *go, *spec.avals, *flags, *references, *x_rows.avals])
     inverse = None
-    if open_inverse:
+    if open_back is not None:
         if references:
             raise NotImplementedError(
                 f"{step.where} reads or writes a mutable array (a `jax.Ref`), which the inverse of its kind cannot "
                 "walk back. Pass its value through the carry."
             )
         sizes = [len(closed_over), len(extras), num_go, num_carry, num_flags]
-        inverse = _as_inverse(open_inverse, body, sizes, num_recorded)
+        inverse = _as_inverse(open_back, [*body.in_avals, *map(jaxi.strong, row_spec.avals)], sizes, places)
     refuse_strays(step.where, init, body, len(given), goes_on is not None)
     names = core.Names(
         (core.UNNAMED,) * (len(given) - 1),
@@ -362,34 +350,57 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
     return (first, closed_over) if is_pure and not any(map(jaxi.is_reference, closed_over)) else None
 
 
-def _apart(both: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """A step, and its inverse with the carry after the step in the place of the carry, and a row of the tape behind.
+def _trace_back(
+    step: Step,
+    back: StepBack,
+    extras: Sequence[Any],
+    init: Any,
+    spec: Spec,
+    x_rows: Spec,
+    row_spec: Spec,
+    placed: Callable[[Any], Any],
+    names: Sequence[str],
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """The inverse as a program (*closed over, row, *extras, *carry, *x, *row of the tape) -> carry before the step."""
 
-    `both` has the carry after the step as its last inputs, and what the inverse returns as its last results.
+    def flat(row: Any, *operands: Any) -> list[Any]:
+        given, arrays, x_arrays, recorded = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
+        after = placed(spec.unpack(arrays))
+        (carry, objects), (x, _) = thaw_numbered(after), thaw_numbered(x_rows.unpack(x_arrays))
+        with collecting():  # the body has the checks
+            carry = back.inverse(row, given, [carry], x, *([row_spec.unpack(recorded)] if back.record else []))
+        where = f"the inverse of {step.where}"
+        carry, _ = take_back(where, after, objects, carry)
+        return match_carry(where, init, spec, carry)
+
+    step.called.name_in_errors(flat, [*names, *row_spec.names("recorded")])
+    avals = [*map(jax.typeof, extras), *spec.avals, *x_rows.avals, *map(jaxi.strong, row_spec.avals)]
+    with clear_errors(f"{step.where} changes"):
+        return _opened(step.where, jax.make_jaxpr(flat)(INDEX, *avals))
+
+
+def _opened(where: str, closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """A program (*closed over, ...) of values in place of mutable arrays, and what it closes over."""
+    opened, closed_over = jaxi.open_constants(closed)
+    opened, places = take_out_places(opened)
+    refuse_other_types(where, closed_over)
+    return jaxi.with_values(opened) if jaxi.uses_references(opened) else opened, [*places, *closed_over]
+
+
+def _as_inverse(raw: ClosedJaxpr, avals: Sequence[Any], sizes: Sequence[int], places: Sequence[int]) -> ClosedJaxpr:
+    """Give a traced inverse the core's form: it takes `sizes` of constants, extras, condition, carry and flags.
+
+    `places` are those of the constants that it closes over. A step that was taken had a condition that held. Flags are
+    returned as they come: no derivative reads them.
     """
-    both, of_tape = take_out_row_of_tape(both)
-    num_after = len(carry)
-    inputs, after = both.invars[:-num_after], both.invars[-num_after:]
-    body = jaxi.replace_jaxpr(both, inputs, both.outvars[:-num_after])
-    of_inverse = [*inputs[: carry.start], *after, *inputs[carry.stop :], *of_tape]
-    inverse = jaxi.replace_jaxpr(without_effects(both), of_inverse, both.outvars[-num_after:])
-    return jaxi.dce(body, [True] * len(body.out_avals), True)[0], jaxi.dce(inverse, [True] * num_after, True)[0]
-
-
-def _as_inverse(raw: ClosedJaxpr, body: ClosedJaxpr, sizes: Sequence[int], num_recorded: int) -> ClosedJaxpr:
-    """Give a traced inverse the core's form; `sizes` of constants, extras, condition, carry and flags.
-
-    A step that was taken had a condition that held. Flags are returned as they come: no derivative reads them.
-    """
-    function = chained(raw)
+    function = chained(jaxi.dce(without_effects(raw), [True] * len(raw.out_avals), True)[0])
 
     def inverse(row: Any, *operands: Any) -> list[Any]:
         constants, extras, go, after, flags, x = split_list(operands, sizes)
-        before, _ = function(*constants, row, *extras, *after, *x)
+        before, _ = function(*(constants[i] for i in places), row, *extras, *after, *x)
         return [*(jnp.ones_like(flag) for flag in go), *map(strongly_typed, before), *flags]
 
-    of_tape = raw.in_avals[len(raw.in_avals) - num_recorded :]
-    return trace(inverse, [*body.in_avals, *of_tape])
+    return trace(inverse, avals)
 
 
 def strongly_typed(x: Any) -> jax.Array:
