@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.short.device import PACKAGES
+from benchmarks.short.device import versions
 from benchmarks.short.measure import DEVICE, PROCESSOR, Measurement, measure, numbers, used_columns
 from benchmarks.short.programs import programs
-from loopax._command import installed as versions
 from loopax._command.installed import machine
 from loopax._command.table import show_table
 from loopax._src.extras import optional
@@ -22,7 +21,7 @@ HEADERS = ["library", "ms", "x loopax", "temporary MiB", "compile s", "steps/s",
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, and write what is asked for; the exit code is 1 where loopax itself fails."""
     print(machine(), flush=True)
-    print(", ".join(f"{name} {version}" for name, version in versions.of(PACKAGES).items()) + "\n", flush=True)
+    print(", ".join(f"{name} {version}" for name, version in versions().items()) + "\n", flush=True)
     measured, usual = [], PROCESSOR if jax.default_backend() == "cpu" else DEVICE
     for build in programs():
         program = build(usual)
@@ -55,7 +54,7 @@ def cells(row: Measurement) -> list[str]:
 
 def as_json(measured: Sequence[Measurement]) -> dict[str, Any]:
     """All that was measured, and on what."""
-    return {"machine": machine(), "versions": versions.of(PACKAGES), "measured": [asdict(row) for row in measured]}
+    return {"machine": machine(), "versions": versions(), "measured": [asdict(row) for row in measured]}
 
 
 def draw(measured: Sequence[Measurement]) -> Any:

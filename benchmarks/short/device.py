@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import jax
 
-from loopax._command import installed
 from loopax._command.installed import processor
 from loopax._command.table import in_words
+from loopax._src.extras import is_installed
+from loopax._version import __version__
 
 # The flags of XLA that `bench --device` compares. XLA reads them once, so each set of flags has processes of its own.
 #
@@ -88,7 +89,7 @@ def look(platform: str) -> Seen:
 
 def seen_here() -> Seen:
     """Return what this process sees."""
-    about = {"processor": processor(), "driver": driver(), "versions": installed.of(PACKAGES)}
+    about = {"processor": processor(), "driver": driver(), "versions": versions()}
     try:
         devices = jax.devices()
     except Exception as error:  # noqa: BLE001 - some versions of JAX raise an AssertionError where there is none
@@ -97,6 +98,11 @@ def seen_here() -> Seen:
     kind = processor().partition(" (")[0] if platform == "cpu" else first.device_kind
     runtime = " ".join(first.client.platform_version.split())
     return Seen(platform, f"{len(devices)} x {first.device_kind}", kind, runtime=runtime, **about)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of loopax and of what may be measured beside it, as far as they are installed."""
+    return {"loopax": __version__} | {name: metadata.version(name) for name in PACKAGES if is_installed(name)}
 
 
 def driver() -> str:

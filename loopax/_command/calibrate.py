@@ -39,14 +39,6 @@ class Probe(NamedTuple):
     operations: float
 
 
-class Probed(NamedTuple):
-    """What a probe found."""
-
-    constants: tuple[str, ...]
-    nanoseconds: float  # for an operation
-    times: float  # as slow as on the machine of the fit
-
-
 def probes() -> list[Probe]:
     """All constants of `Costs` are named once."""
     numbers, image, kernel = _random(4096), _random(2, 32, 32, 8), _random(3, 3, 8, 8)
@@ -66,21 +58,17 @@ def probes() -> list[Probe]:
     ]
 
 
-def measured() -> list[Probed]:
-    """Run every probe, in some seconds."""
+def measured() -> list[tuple[Probe, float]]:
+    """Every probe with the nanoseconds that an operation takes here, in some seconds."""
     made = probes()
-    calls = [compiled(probe.program, probe.arguments).call for probe in made]
-    found = []
-    for probe, milliseconds in zip(made, interleaved(calls, ROUNDS, warm=True), strict=True):
-        nanoseconds = milliseconds * 1e6 / probe.operations
-        found.append(Probed(probe.constants, nanoseconds, nanoseconds / probe.reference))
-    return found
+    times = interleaved([compiled(probe.program, probe.arguments).call for probe in made], ROUNDS, warm=True)
+    return [(probe, 1e6 * time / probe.operations) for probe, time in zip(made, times, strict=True)]
 
 
-def scaled(found: list[Probed]) -> Costs:
+def scaled(found: list[tuple[Probe, float]]) -> Costs:
     """The constants of this machine."""
-    times = {name: probed.times for probed in found for name in probed.constants}
-    return Costs(*(fitted * times[name] for name, fitted in Costs()._asdict().items()))
+    slower = {name: nanoseconds / probe.reference for probe, nanoseconds in found for name in probe.constants}
+    return Costs(*(fitted * slower[name] for name, fitted in Costs()._asdict().items()))
 
 
 def _random(*shape: int) -> Array:
@@ -123,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{arguments.file}: there is no folder {arguments.file.parent}", file=sys.stderr)
         return 2
     found = measured()
-    rows = [[", ".join(p.constants), f"{p.nanoseconds:.3g}", f"{p.times:.2f}"] for p in found]
+    rows = [[", ".join(probe.constants), f"{time:.3g}", f"{time / probe.reference:.2f}"] for probe, time in found]
     headers = ["operation", "ns", "times as slow as expected"]
     show_table(f"Operations on {machine()}", headers, rows, numeric=headers[1:])
     configuration.write(arguments.file, scaled(found), machine())

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,22 +54,22 @@ def measured(cores: int) -> list[Gain]:
     """What `gains` returns, of this process, which has so many devices."""
     weights = np.random.RandomState(0).randn(UNITS, UNITS).astype(np.float32) / UNITS**0.5
     starts, counts = np.ones((LANES, UNITS), np.float32), np.full(LANES, STEPS, np.int32)
+
+    def batch(lanes: Any, devices: int) -> Callable[[], Any]:
+        """Loops of a layer, whose step takes some microseconds for a lane."""
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("cores",))
+
+        def lane(weights: Any, h: Any, n: Any) -> Any:
+            return lx.fori_loop(0, n, lambda _, h: jnp.tanh(weights @ h), h, lanes=lanes)
+
+        program = jax.jit(lambda w, hs, ns: lx.sharded_lanes(partial(lane, w), mesh, "cores")(hs, ns))
+        return lambda: jax.block_until_ready(program(weights, starts, counts))
+
     found = []
     for lanes in ("lockstep", "sequential"):
-        programs = [partial(_batch(lanes, devices), weights, starts, counts) for devices in (1, cores)]
-        calls = [lambda program=program: jax.block_until_ready(program()) for program in programs]
-        found.append(Gain(lanes, *(milliseconds / 1e3 for milliseconds in interleaved(calls, ROUNDS, warm=True))))
+        times = interleaved([batch(lanes, devices) for devices in (1, cores)], ROUNDS, warm=True)
+        found.append(Gain(lanes, *(milliseconds / 1e3 for milliseconds in times)))
     return found
-
-
-def _batch(lanes: Any, devices: int) -> Any:
-    """Loops of a layer, whose step takes some microseconds for a lane."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("cores",))
-
-    def lane(weights: Any, h: Any, n: Any) -> Any:
-        return lx.fori_loop(0, n, lambda _, h: jnp.tanh(weights @ h), h, lanes=lanes)
-
-    return jax.jit(lambda w, hs, ns: lx.sharded_lanes(partial(lane, w), mesh, "cores")(hs, ns))
 
 
 if __name__ == "__main__":

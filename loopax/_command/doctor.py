@@ -74,37 +74,35 @@ def settings() -> list[Setting]:
 FEW, MANY = 16, 32  # columns that OpenBLAS solves for on one thread, and on all of them
 MOST = 2.0  # milliseconds that the second may take longer; the arithmetic takes a hundredth of it
 ROUNDS = 24
-NAME = "LAPACK's threads"
 
 
-def judged(few: float, many: float) -> Setting:
-    """What the milliseconds of a solve on one thread, and of one on several, mean."""
-    if many - few <= MOST:
-        return Setting(NAME, "in nobody's way")
-    return Setting(
-        NAME,
-        f"{many - few:.0f} ms late",
-        "OpenBLAS's threads wait for cores that XLA's have: set OPENBLAS_NUM_THREADS=1 before Python starts",
-    )
-
-
-def _milliseconds(columns: int) -> float:
-    """The time of a product of XLA's and a solve behind it: the lower quartile, since others compute too."""
-    matrix = jnp.eye(columns) + jnp.tril(jnp.ones((columns, columns)), -1) / columns
-    large = jnp.ones((600, 600)) / 600
+def lapack_threads() -> Setting:
+    """Whether they wait for XLA's."""
+    name, large = "LAPACK's threads", jnp.ones((600, 600)) / 600
+    if jax.default_backend() != "cpu":
+        return Setting(name, "not used")
 
     @jax.jit
     def solve(large: Any, matrix: Any) -> Any:
         product, matrix = jax.lax.optimization_barrier((large @ large, matrix))
         return product, jax.scipy.linalg.solve_triangular(matrix, matrix, lower=True)
 
-    jax.block_until_ready(solve(large, matrix))
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
+    def milliseconds(columns: int) -> float:
+        """The lower quartile, since others compute too."""
+        matrix = jnp.eye(columns) + jnp.tril(jnp.ones((columns, columns)), -1) / columns
         jax.block_until_ready(solve(large, matrix))
-        times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times)[ROUNDS // 4]
+        times = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            jax.block_until_ready(solve(large, matrix))
+            times.append(1e3 * (time.perf_counter() - start))
+        return sorted(times)[ROUNDS // 4]
+
+    late = milliseconds(MANY) - milliseconds(FEW)
+    if late <= MOST:
+        return Setting(name, "in nobody's way")
+    note = "OpenBLAS's threads wait for cores that XLA's have: set OPENBLAS_NUM_THREADS=1 before Python starts"
+    return Setting(name, f"{late:.0f} ms late", note)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -116,9 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     show_table("Versions", ["package", "version", "supported", "extra", ""], rows)
     failed = [package.name for package in packages if package.fails]
     # Settings cannot fail, but that JAX finds no device, which is an error of its own.
-    is_cpu = jax.default_backend() == "cpu"
-    found = [*settings(), judged(*map(_milliseconds, (FEW, MANY))) if is_cpu else Setting(NAME, "not used")]
-    show_table("Devices and settings", ["setting", "value", ""], [list(setting) for setting in found])
+    show_table("Devices and settings", ["setting", "value", ""], [*settings(), lapack_threads()])
     checks = selftest.checks()
     results = list(zip(checks, _each("self-test", selftest.run, checks), strict=True))
     rows = [[check.name, f"FAILS: {error}" if error else "ok"] for check, error in results]

@@ -4,7 +4,7 @@ import operator
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from itertools import takewhile, zip_longest
 from pathlib import Path
@@ -109,9 +109,3 @@ def _look_up(name: str, wanted: str, extra: str) -> Installed:
         return Installed(name, metadata.version(name), wanted, extra)
     except metadata.PackageNotFoundError:
         return Installed(name, None, wanted, extra)
-
-
-def of(names: Sequence[str]) -> dict[str, str]:
-    """The versions of these packages, as far as they are installed, after loopax's."""
-    versions = {name: _look_up(name, "", "").version for name in names}
-    return {"loopax": __version__, **{name: version for name, version in versions.items() if version is not None}}

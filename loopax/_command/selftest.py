@@ -14,7 +14,7 @@ import loopax as lx
 from loopax._command.table import in_words
 
 X, STEPS, BOUND = 0.7, 5, 9
-STARTS, COUNTS = [0.7, 0.2, 1.1], [5, 1, 9]
+STARTS, COUNTS = np.array([0.7, 0.2, 1.1]), np.array([5, 1, 9])
 
 
 class SelfTest(NamedTuple):
@@ -64,7 +64,6 @@ def checks() -> list[SelfTest]:
         return lx.fori_loop(0, n, lambda i, x: loop(x, i), x, max_steps=BOUND)
 
     states = [in_python(X, i)[0] for i in range(STEPS)] + [0.0] * (BOUND - STEPS)
-    starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
     slopes = [in_python(x, n * (n - 1) // 2)[1] for x, n in zip(STARTS, COUNTS, strict=True)]
     return [
         SelfTest("jit, traced length", lambda: (jax.jit(loop)(X, STEPS), VALUE)),
@@ -73,7 +72,7 @@ def checks() -> list[SelfTest]:
         *_derivatives(),
         *_batches(),
         *_branches(),
-        SelfTest("nested loops, vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(nested)))(starts, counts), slopes)),
+        SelfTest("nested loops, vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(nested)))(STARTS, COUNTS), slopes)),
         SelfTest(f"shard_map of vmap of grad, devices: {len(jax.devices())}", _sharded),
         SelfTest("run-time check raises", _check_raises),
     ]
@@ -108,26 +107,24 @@ def _derivatives() -> list[SelfTest]:
 
 
 def _batches() -> list[SelfTest]:
-    starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
     lanes = jax.vmap(loop)
     compact = jax.vmap(lambda x, n: loop(x, n, lanes=lx.Compact(min_lanes=1)))
 
     def total(batch: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.grad(lambda starts: batch(starts, counts).sum())
+        return jax.grad(lambda starts: batch(starts, COUNTS).sum())
 
     return [
-        SelfTest("vmap, counts per lane", lambda: (jax.jit(lanes)(starts, counts), VALUES)),
-        SelfTest("vmap, compact lanes", lambda: (jax.jit(compact)(starts, counts), VALUES)),
-        SelfTest("vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(loop)))(starts, counts), SLOPES)),
-        SelfTest("grad of vmap", lambda: (jax.jit(total(lanes))(starts), SLOPES)),
-        SelfTest("grad of vmap, compact lanes", lambda: (jax.jit(total(compact))(starts), SLOPES)),
-        SelfTest("vmap of hessian", lambda: (jax.jit(jax.vmap(jax.hessian(loop)))(starts, counts), CURVATURES)),
+        SelfTest("vmap, counts per lane", lambda: (jax.jit(lanes)(STARTS, COUNTS), VALUES)),
+        SelfTest("vmap, compact lanes", lambda: (jax.jit(compact)(STARTS, COUNTS), VALUES)),
+        SelfTest("vmap of grad", lambda: (jax.jit(jax.vmap(jax.grad(loop)))(STARTS, COUNTS), SLOPES)),
+        SelfTest("grad of vmap", lambda: (jax.jit(total(lanes))(STARTS), SLOPES)),
+        SelfTest("grad of vmap, compact lanes", lambda: (jax.jit(total(compact))(STARTS), SLOPES)),
+        SelfTest("vmap of hessian", lambda: (jax.jit(jax.vmap(jax.hessian(loop)))(STARTS, COUNTS), CURVATURES)),
     ]
 
 
 def _branches() -> list[SelfTest]:
     """Value and slope of each lane: a lane outside of a function's domain does not take it."""
-    starts, counts = jnp.array(STARTS), jnp.array(COUNTS)
     sines = [(sin(x), cos(x)) for x in STARTS]
     of_cond = [(sqrt(x - 0.5), 0.5 / sqrt(x - 0.5)) if x > 0.5 else sine for x, sine in zip(STARTS, sines, strict=True)]
     of_switch = [in_python(X, STEPS)[:2], sines[1], in_python(STARTS[2], STEPS)[:2]]
@@ -141,7 +138,7 @@ def _branches() -> list[SelfTest]:
 
         def found(f: Callable[..., Any]) -> Any:
             values = jax.jit(jax.vmap(f))
-            return jnp.stack([values(starts, counts), jax.grad(lambda x: values(x, counts).sum())(starts)], 1)
+            return jnp.stack([values(STARTS, COUNTS), jax.grad(lambda x: values(x, COUNTS).sum())(STARTS)], 1)
 
         return [
             SelfTest(f"cond, {name}", lambda: (found(by_predicate), of_cond)),

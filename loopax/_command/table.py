@@ -13,7 +13,14 @@ def show_table(
 ) -> None:
     """Print a table to stdout; the columns with headers in `numeric` are right-aligned."""
     if not (sys.stdout.isatty() and is_installed("rich")):
-        print(as_text(title, headers, rows, numeric) + "\n", flush=True)
+        lines = [list(headers), *map(list, rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+        lines.insert(1, ["-" * width for width in widths])
+        print(f"{title}\n")
+        for line in lines:
+            columns = zip(headers, line, widths, strict=True)
+            print("  ".join(x.rjust(w) if header in numeric else x.ljust(w) for header, x, w in columns).rstrip())
+        print(flush=True)
         return
     from rich.console import Console
     from rich.table import Table
@@ -26,19 +33,6 @@ def show_table(
         styles = ["green" if cell == "ok" else "bold red" if cell.startswith(BAD) else "" for cell in row]
         table.add_row(*(Text(cell, style=style) for cell, style in zip(row, styles, strict=True)))
     Console().print(table)
-
-
-def as_text(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Collection[str] = ()) -> str:
-    """A table of plain text, with a line under the headers."""
-    lines = [list(headers), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
-    lines.insert(1, ["-" * width for width in widths])
-
-    def text(line: list[str]) -> str:
-        columns = zip(headers, line, widths, strict=True)
-        return "  ".join(cell.rjust(w) if header in numeric else cell.ljust(w) for header, cell, w in columns).rstrip()
-
-    return "\n".join([title, "", *map(text, lines)])
 
 
 def in_words(error: Exception) -> str:
