@@ -76,8 +76,6 @@ class CopyTest(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was found."""
-
     name: str
     arrays: float  # of all rows that the temporary memory holds
     copies: list[str]

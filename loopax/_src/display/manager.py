@@ -22,8 +22,6 @@ BEHIND, GONE = 3, 100
 
 @dataclass
 class Run:
-    """One run of a loop."""
-
     display: "Display"
     total: int | None
     size: int  # of its group of lanes
@@ -44,8 +42,6 @@ def next_stride(steps: int, seconds: float, every: float, last: int) -> int:
 
 @dataclass
 class Display:
-    """What is shown of a loop."""
-
     key: Hashable
     label: str
     every: float
@@ -83,7 +79,6 @@ class Displays:
     """All displays, by what the loop is."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Nothing is shown."""
         self._now = now
         self._lock = threading.RLock()
         self._open: dict[Hashable, Display] = {}
@@ -146,7 +141,6 @@ class Displays:
             return run.stride
 
     def end(self, number: int, steps: int) -> None:
-        """A run has taken all its steps."""
         with self._lock:
             run = self._runs.pop(number, None)
             if run is None:

@@ -29,7 +29,6 @@ class Facts:
 
     @property
     def rate(self) -> float:
-        """Steps per second."""
         return self.steps / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -42,7 +41,6 @@ class Facts:
 
     @property
     def speed(self) -> str:
-        """The rate in words."""
         if not self.rate:
             return f"no {self.unit} yet"
         return f"{self.rate:.3g} {self.unit}s/s" if self.rate >= 1 else f"{1 / self.rate:.3g} s/{self.unit}"
@@ -56,14 +54,12 @@ class Facts:
 
     @property
     def running(self) -> str:
-        """In words, while the loop runs."""
         parts = [self.count, self.speed]
         if self.total is not None and self.rate:
             parts.append(f"{clock(max(self.total - self.steps, 0) / self.rate)} left")
         return f"{self.label}: {', '.join([*parts, self.beside] if self.beside else parts)}"
 
     def closed(self, finished: bool) -> str:
-        """In words, at the end."""
         if finished:
             speed = f", {self.speed}" if self.rate else ""
             before = f", after {self.before} that were saved" if self.before else ""
@@ -161,7 +157,6 @@ def drawing(style: str, depth: int) -> Drawing:
 
 @cache
 def has_tqdm() -> bool:
-    """Whether tqdm is installed."""
     return is_installed("tqdm")
 
 

@@ -70,7 +70,6 @@ class Job:
 
     @property
     def step(self) -> Step:
-        """A step, as loops trace it."""
         return Step(self.call, self.where, self.called, self.options.key_spec, own=(self.call,))
 
     def start(self, steps: int) -> list[Any]:
@@ -148,8 +147,6 @@ def rows_of_a_chunk(traced: TracedChunk, unroll: int) -> int:
 
 
 class CompiledChunk:
-    """A compiled chunk."""
-
     def __init__(self, traced: TracedChunk, start: Sequence[Any], rows: int) -> None:
         """Compile; `rows` of outputs are the most steps that it may take, where there are outputs.
 

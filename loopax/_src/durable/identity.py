@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from loopax._src.durable.chunk import TracedChunk, row_types
+from loopax._src.durable.chunk import Job, TracedChunk, row_types
 from loopax._src.durable.options import AnotherProgramWarning, on_first, write_whole
 from loopax._src.durable.options import tensorstore as import_tensorstore
 from loopax._src.durable.saves import checksums
@@ -57,22 +57,14 @@ def stored_program_of(
     return StoredProgram(*versions, loop, settings, types, sums, written.functions, written.hash)
 
 
-def describe(
-    loop: str,
-    step: Traced,
-    traced: TracedChunk,
-    first: Sequence[jax.Array],
-    xs: Mapping[str, Any],
-    key_data: Any,
-    settings: dict[str, str],
-) -> StoredProgram:
-    """Describe a run from its first carry and a traced step; `xs` are arrays that it closes over, by name."""
+def describe(job: Job, step: Traced, traced: TracedChunk, first: Sequence[jax.Array]) -> StoredProgram:
+    xs, key_data = job.arrays, job.options.key_data
     carry = types_of("carry", traced.spec)
     types = {path: aval.str_short() for path, aval in carry}
     types |= {f"a row of outputs {i}": str(row) for i, row in enumerate(row_types(traced.y_spec))}
-    values = dict(xs) | ({} if key_data is None else {"key": key_data})
+    values = xs | ({} if key_data is None else {"key": key_data})
     values |= {f"first {path}": x for (path, _), x in zip(carry, first, strict=True)}
-    settings = settings | {
+    settings = job.settings | {
         f"a row of {name}": type_in_words(jax.typeof(x).update(shape=x.shape[1:])) for name, x in xs.items()
     }
 
@@ -85,7 +77,7 @@ def describe(
     used = [True] * (len(goes_on) + len(carry)) + [False] * num_flags + [True] * num_ys
     inputs = ["row", *[None] * len(given), *(f"start {i}" for i in range(num_start)), *last]
     written = Written(dce(body, used, True)[0], inputs, {id(x): name for name, x in xs.items()}, given)
-    return stored_program_of(loop, settings, types, values, written)
+    return stored_program_of(job.options.name, settings, types, values, written)
 
 
 def types_of(what: str, spec: Spec) -> list[tuple[str, Any]]:
@@ -94,7 +86,6 @@ def types_of(what: str, spec: Spec) -> list[tuple[str, Any]]:
 
 
 def refuse_unsavable(name: str, found: Iterable[tuple[str, Any]]) -> None:
-    """Refuse arrays of types that cannot be written."""
     problems = []
     for path, aval in found:
         try:

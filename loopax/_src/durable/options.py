@@ -164,8 +164,6 @@ class DurableOptions(CommonOptions, total=False):
 
 
 class Checked(NamedTuple):
-    """Options after the check."""
-
     root: Path  # the directory
     pace: SavePace
     keep: int

@@ -115,13 +115,6 @@ class Rows:
                 remedy = " call the same function again (where a save precedes the rows, it computes them again),"
                 raise damaged(self._file(number), what, remedy) from error
 
-    def _keep_only(self, low: int, high: int) -> None:
-        """Remove the pieces without any of these rows. Their rows will be written again, whatever they hold."""
-        kept = {self._file(number) for number, _, _ in self._parts(low, high)}
-        for path in (self.path / "c").rglob("*"):
-            if path.is_file() and path not in kept:
-                path.unlink()
-
     @property
     def _piece_rows(self) -> int:
         return self.metadata["chunk_grid"]["configuration"]["chunk_shape"][0]
@@ -133,7 +126,6 @@ class Rows:
         return [(n, max(low, n * some), min(high, (n + 1) * some)) for n in numbers]
 
     def _file(self, number: int) -> Path:
-        """The file of a piece."""
         return self.path.joinpath("c", str(number), *["0"] * (len(self.metadata["shape"]) - 1))
 
 
@@ -230,7 +222,6 @@ def rows_of(root: Path) -> dict[str, Rows]:
 
 
 def _path(root: Path, i: int) -> Path:
-    """The directory of an array."""
     return root / f"{i:04d}"
 
 
@@ -310,12 +301,24 @@ class Outputs:
 
     def open(self, steps: int, room: int | None = None) -> None:
         """Get ready to write after the rows of so many steps: to new arrays, if there are none."""
-        good = self.plan.taken(0, steps)
-        on_first(lambda: self._go_on(good, room or self.plan.capacity) if steps else self._make())
+        good = self.plan.taken(0, steps) if steps else (0, 0)
+
+        def begin() -> None:
+            if steps:
+                _describe(self.root, _described(self.root)["arrays"], good)
+                # Pieces without any of these rows go: their rows will be written again, whatever they hold.
+                for rows in rows_of(self.root).values():
+                    kept = {rows._file(number) for number, _, _ in rows._parts(*good)}
+                    for path in (rows.path / "c").rglob("*"):
+                        if path.is_file() and path not in kept:
+                            path.unlink()
+            else:
+                self._make()
+            self._make_room(room or self.plan.capacity)
+
+        on_first(begin)
+        self._known = self._written = good
         self.writes = jax.process_index() == 0 and bool(self.spec.avals)
-        if self.writes:
-            self._known = self._written = tuple(_described(self.root)["written"])
-            self._attach()
 
     def rows(self) -> Any:
         """The pytree of arrays on disk."""
@@ -344,12 +347,6 @@ class Outputs:
         self.root.mkdir(exist_ok=True)
         _describe(self.root, arrays, (0, 0))
 
-    def _go_on(self, good: tuple[int, int], room: int) -> None:
-        _describe(self.root, _described(self.root)["arrays"], good)
-        for rows in rows_of(self.root).values():
-            rows._keep_only(*good)
-        self._make_room(room)
-
     def _make_room(self, rows: int) -> None:
         """Give the arrays so many rows. The description, by which they are read, comes last."""
         found = _described(self.root)
@@ -362,24 +359,20 @@ class Outputs:
                 raise damaged(_path(self.root, i) / _METADATA, f"cannot be read ({error})") from error
             one["metadata"] = {**metadata, "shape": shape}
         _describe(self.root, found["arrays"], tuple(found["written"]))
-
-    def _attach(self) -> None:
-        arrays = list(rows_of(self.root).values())
-        self._room = len(arrays[0])
-        self._stores = [_open(rows.path, rows.metadata, assume_metadata=True) for rows in arrays]
+        self._room, arrays = rows, rows_of(self.root).values()
+        self._stores = [_open(one.path, one.metadata, assume_metadata=True) for one in arrays]
 
     def resize(self, rows: int) -> None:
         """Make room for so many rows, or let go of the room behind them."""
         self.flush()
         self._make_room(rows)
-        self._attach()
 
-    def write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
-        """Rows from `start` on, for each array; they are not changed afterwards. The room grows where it is used up."""
-        stop = start + len(pieces[0])
+    def write(self, steps: int, pieces: Sequence[np.ndarray]) -> None:
+        """Copies of rows of the steps after so many, for each array. The room grows where it is used up."""
+        start, stop = self.plan.taken(steps, len(pieces[0]))
         if stop > self._room:
             self.resize(max(2 * self._room, stop))
-        self._waiting.append((start, list(pieces)))
+        self._waiting.append((start, [piece[:: self.plan.direction].copy() for piece in pieces]))
         low, high = self._written
         self._written = (start, stop) if low == high else (min(low, start), max(high, stop))
         is_much = sum(array.nbytes for _, pieces in self._waiting for array in pieces) >= WAITING_BYTES
@@ -403,7 +396,6 @@ class Outputs:
                 future.result()
 
     def _begin(self) -> None:
-        """Begin to write what waits."""
         if not self._waiting:
             return
         self._finish()  # two writes at once into one piece of a file could lose one of them

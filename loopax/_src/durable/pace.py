@@ -95,7 +95,6 @@ class SavePace:
     save_begun: float = 0.0
 
     def begin(self, steps: int) -> None:
-        """The run begins, or goes on, at this step."""
         self.started = self.complete = (steps, self._worked())
 
     def chunk(self, steps: int) -> int:
@@ -125,12 +124,10 @@ class SavePace:
         return self.started[0] + int(self._save_after())
 
     def took(self, steps: int, seconds: float) -> None:
-        """A chunk of so many steps has taken so long."""
         if steps:
             self.step_seconds, self.last_chunk = seconds / steps, max(steps, self.last_chunk // 2)
 
     def should_save(self, steps: int) -> bool:
-        """Whether to begin to save the state after so many steps."""
         return self._work_since(self.started, steps) >= self._save_after()
 
     def must_wait(self, steps: int, chunk: int) -> bool:
@@ -141,12 +138,10 @@ class SavePace:
         return self._work_since(self.complete, steps) + ahead > self.every
 
     def saving(self, steps: int) -> None:
-        """A save of the state after so many steps begins."""
         self.started = (steps, self._worked())
         self.save_begun = time.monotonic()
 
     def saved(self) -> None:
-        """That save is complete."""
         if self.complete != self.started:
             self.save_seconds = time.monotonic() - self.save_begun
             self.complete = self.started

@@ -91,9 +91,7 @@ class DurableRun:
         taken = (count - 1) * most + int(num_steps)
         pace.took(taken, time.monotonic() - begun)
         if outputs is not None and outputs.writes and taken:
-            plan, pieces = outputs.plan, [np.asarray(y)[:taken] for y in ys]
-            pieces = [(piece[::-1] if plan.reverse else piece).copy() for piece in pieces]
-            outputs.write(plan.taken(state.steps, taken)[0], pieces)
+            outputs.write(state.steps, [np.asarray(y)[:taken] for y in ys])
         return SavedState(state.steps + taken, bool(goes_on), arrays)
 
 
@@ -118,8 +116,7 @@ def run_job(job: Job, *durability: Any) -> Any:
         traced = trace(job, start, rows) if job.rows else one
         chunk = CompiledChunk(traced, start, MOST_STEPS if rows is None else rows)
         step = trace_step(job.step, start, one.init, always if job.stops else None)
-        described = describe(name, step, one, chunk.first, job.arrays, options.key_data, job.settings)
-        compare_with_stored(name, checked.root, described, checked.anyway)
+        compare_with_stored(name, checked.root, describe(job, step, one, chunk.first), checked.anyway)
         outputs = Outputs(name, checked.root, traced.y_spec, job.rows) if job.rows else None
         saves = Saves(name, checked.root, checked.keep, checked.pace, outputs)
         with closing(saves):
