@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.queues.chunks import FIRST, SECONDS, ChunkPace
+from loopax._src.queues.working_lanes import FIRST, SECONDS, ChunkPace
 from tests.queues.streams import ANSWERS, CHAOTIC, chaotic, collatz, expected, found, items
 
 

@@ -164,7 +164,7 @@ class _StreamRun:
         if not first:
             raise ValueError(f"{_NAME}(items=...): there is no item, and the first one says what all are like.")
         self._items = chain(first, items)
-        lanes.items.ready_again(0, first[0])
+        lanes.items.ready(0, first[0])
         made = lanes.program.made
         item, results = types_of("item", lanes.items.spec), types_of("results", made.results)
         inside = _packed(0, 0, lanes)[2 + len(item) :]
@@ -207,7 +207,8 @@ class _StreamRun:
             num_inputs = len(self._lanes.items.spec.avals)
             self._lanes.go_on(BusyLanes(indices.view(np.int64), rest[:num_inputs], rest[num_inputs:]))
         self._lanes.num_begun = self._lanes.items.count = begun
-        self._lanes.fetch(_after(self._items, begun), self._rows)
+        self._lanes.finished_before = self._rows
+        self._lanes.items.start(_after(self._items, begun))
 
     def _advance(self, interrupts: Interrupts) -> None:
         """Run to the end, saving; an interrupt saves too, and is raised then."""
@@ -227,7 +228,7 @@ class _StreamRun:
         if self._lanes.is_running:
             self._take(start_next=False)
         saves.end(self._state(), interrupts, f"{self._rows} items")
-        self._lanes.source.raise_error()
+        self._lanes.items.raise_error()
 
     @property
     def _number(self) -> int:
@@ -257,7 +258,6 @@ class _StreamRun:
 
 
 def _after(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Items after so many."""
     skipped = sum(1 for _ in islice(items, count))
     if skipped < count:
         raise ValueError(

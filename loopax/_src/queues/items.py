@@ -2,7 +2,7 @@
 
 import contextvars
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,43 +43,6 @@ def with_settings(settings: tuple[Any, ...]) -> Iterator[None]:
 _ALIKE = "All items go through one compiled program: give each the structure, shapes and dtypes of the first."
 
 
-class ItemTypes:
-    """What all items are like: the first."""
-
-    spec: Spec  # from the first item on
-
-    def __init__(self) -> None:
-        """No item is known."""
-        self.count = 0  # of items that were made ready
-
-    def ready(self, item: Any) -> tuple[int, list[np.ndarray]]:
-        """The next item: its index and its arrays; an error where it is not like the others."""
-        found = self.ready_again(self.count, item)
-        self.count += 1
-        return found
-
-    def ready_again(self, index: int, item: Any) -> tuple[int, list[np.ndarray]]:
-        """One that has an index."""
-        frozen = freeze(item)
-        if not hasattr(self, "spec"):
-            refuse_references_in(f"item {index} of lanes_stream", frozen, "Give its value (`ref[...]`).")
-            arrays, spec = pack(frozen)
-            types = iter([jax.typeof(np.asarray(x)) for x in arrays])  # a Python number is an array like others
-            leaves = [replace(leaf, aval=next(types)) if isinstance(leaf, Dynamic) else leaf for leaf in spec.leaves]
-            self.spec = Spec(spec.treedef, tuple(leaves))
-        spec, (leaves, treedef) = self.spec, jax.tree.flatten(frozen)
-        if not same_structure(treedef, spec.treedef):
-            what = f"the structure {treedef}, expected {spec.treedef}"
-            raise TypeError(f"lanes_stream: item {index} has {what}. {_ALIKE}")
-        arrays = []
-        for place, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
-            if isinstance(expected, Dynamic):
-                arrays.append(_array(leaf, expected, spec, place, index))
-            elif not same_value(leaf, expected.value):  # a part of the program
-                raise ValueError(_message(spec, place, index, repr(leaf), repr(expected.value)))
-        return index, arrays
-
-
 def _array(leaf: Any, of: Dynamic, spec: Spec, place: int, index: int) -> np.ndarray:
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     impl = jax.random.key_impl(leaf) if is_key else None
@@ -102,27 +65,53 @@ def _message(spec: Spec, place: int, index: int, got: str, expected: str) -> str
     return f"lanes_stream: item {index}{spec.paths()[place]} is {got}, expected {expected}. {_ALIKE}"
 
 
-class Source:
-    """Items in their order. They are fetched ahead in a thread, or, with `ahead=0`, where they are taken.
+class Items:
+    """Items in their order, all like the first. They are fetched ahead in a thread, or, with `ahead=0`, when taken.
 
-    An error of the iterable, or of `ready`, is kept until all items before it are taken.
+    An error of the iterable, or of an item that is not like the others, is kept until all items before it are taken.
     """
 
-    def __init__(self, items: Iterable[Any], ahead: int, ready: Callable[[Any], Any]) -> None:
-        """Begin to fetch; what is taken is `ready(item)`."""
-        self._iterator: Iterator[Any] = iter(items)
-        self._ahead = ahead
-        self._ready = ready
-        self.fetched: deque[Any] = deque()
-        self._changed = Condition()
-        self._ended = self._stopping = False
+    spec: Spec  # from the first item on
+    _iterator: Iterator[Any]
+
+    def __init__(self, ahead: int) -> None:
+        """Nothing is fetched before the start."""
+        self.count = 0  # of items that were fetched
+        self.fetched: deque[tuple[int, list[np.ndarray]]] = deque()  # and are not taken
         self.error: BaseException | None = None
+        self._ahead, self._changed = ahead, Condition()
+        self._ended = self._stopping = False
         self._thread: Thread | None = None
-        if ahead:
+
+    def start(self, items: Iterable[Any]) -> None:
+        """Begin to fetch from here."""
+        self._iterator = iter(items)
+        if self._ahead:
             # The thread has the context variables and settings of this one.
             fetch = partial(contextvars.copy_context().run, self._fetch_ahead, settings_here())
             self._thread = Thread(target=fetch, name="loopax items", daemon=True)
             self._thread.start()
+
+    def ready(self, index: int, item: Any) -> tuple[int, list[np.ndarray]]:
+        """An item's index and arrays; an error where it is not like the others."""
+        frozen = freeze(item)
+        if not hasattr(self, "spec"):
+            refuse_references_in(f"item {index} of lanes_stream", frozen, "Give its value (`ref[...]`).")
+            arrays, spec = pack(frozen)
+            types = iter([jax.typeof(np.asarray(x)) for x in arrays])  # a Python number is an array like others
+            leaves = [replace(leaf, aval=next(types)) if isinstance(leaf, Dynamic) else leaf for leaf in spec.leaves]
+            self.spec = Spec(spec.treedef, tuple(leaves))
+        spec, (leaves, treedef) = self.spec, jax.tree.flatten(frozen)
+        if not same_structure(treedef, spec.treedef):
+            what = f"the structure {treedef}, expected {spec.treedef}"
+            raise TypeError(f"lanes_stream: item {index} has {what}. {_ALIKE}")
+        arrays = []
+        for place, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
+            if isinstance(expected, Dynamic):
+                arrays.append(_array(leaf, expected, spec, place, index))
+            elif not same_value(leaf, expected.value):  # a part of the program
+                raise ValueError(_message(spec, place, index, repr(leaf), repr(expected.value)))
+        return index, arrays
 
     def take(self, most: int) -> list[Any]:
         """The next items, so many at most: with `ahead=0` all of these, else those that are there."""
@@ -176,7 +165,8 @@ class Source:
 
     def _fetch_one(self) -> None:
         try:
-            found = [self._ready(next(self._iterator))]
+            found = [self.ready(self.count, next(self._iterator))]
+            self.count += 1
         except StopIteration:
             found = []
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised behind the items before it

@@ -89,7 +89,7 @@ class LanesStream(Iterator[Any]):
         self._one_at_a_time = RLock()  # the state of the lanes is donated to each chunk
         if resume is not None:
             self._resume(resume)
-        self._working.fetch(items)
+        self._working.items.start(items)
 
     @api_boundary
     def __next__(self) -> Any:
@@ -97,7 +97,7 @@ class LanesStream(Iterator[Any]):
         with self._one_at_a_time:
             while not self._results:
                 if not self._look():
-                    self._working.source.raise_error()
+                    self._working.items.raise_error()
                     raise StopIteration
             index, result, message = self._results.popleft()
             if self._throw and message is not None:
@@ -115,10 +115,10 @@ class LanesStream(Iterator[Any]):
 
     def close(self) -> None:
         """End the stream and free its memory. Results that have not been returned are lost."""
-        self._working.fetch_no_more()  # a thread that waits for an item lets this one in
+        self._working.items.stop(wait=False)  # a thread that waits for an item lets this one in
         with self._one_at_a_time:
             self._end()
-            self._working.source.error = None
+            self._working.items.error = None
 
     def _end(self) -> None:
         self._is_open = False
@@ -210,7 +210,7 @@ class LanesStream(Iterator[Any]):
         self._next = max(int(suspended.next_result), 0)
         for index, result, message in suspended.results:
             self._hand_out(int(index), result, message)
-        ready = [items.ready_again(int(index), item) for index, item in suspended.unfinished]
+        ready = [items.ready(int(index), item) for index, item in suspended.unfinished]
         items.count = int(suspended.fetched)
         busy = np.flatnonzero(where != NO_ITEM)
         self._working.wait_with(ready[len(busy) :])

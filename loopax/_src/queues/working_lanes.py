@@ -1,8 +1,9 @@
-"""The host's side of a stream: it gives chunks of the lanes items, and takes what they found."""
+"""The lanes of a stream: a program runs chunks of rounds, and the host gives these items and takes what they found."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -10,19 +11,28 @@ from weakref import finalize
 import jax
 import numpy as np
 
-from loopax._src.core import NO_ITEM, ItemRows
+from loopax._src.core import NO_ITEM, ItemRows, queue_for, run_chunk
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.raising import with_amount
+from loopax._src.frontend.trace_program import ItemProgram, item_program
+from loopax._src.jax_internals import trace_context
 from loopax._src.nnx.functional import freeze
 from loopax._src.progress import Reporter, Shown, to_progress
-from loopax._src.pytrees.leaves import pack, type_in_words
+from loopax._src.pytrees.leaves import Spec, Static, pack, type_in_words
 from loopax._src.pytrees.static import Why, positive_int
-from loopax._src.queues.chunks import PART, ChunkPace, Program, compiled
-from loopax._src.queues.items import ItemTypes, Source, settings_here, with_settings
+from loopax._src.queues.items import Items, settings_here, with_settings
 
 NUMBERS = 2**31 - 1  # of items on the device
 WHY = Why("how the stream is run", "choose one for the whole stream: results do not depend on it")
+# A round takes the results of one lane in so many, and gives as many lanes an item. With fewer lanes in a round fewer
+# lanes are idle, and there are more rounds.
+PART = 10
+_KEPT = 8  # programs, so that another stream of the same function compiles nothing
+SECONDS = 0.05  # of a chunk, about: so long a finished item waits, and a new one, where items are slow to come
+FIRST = 64  # steps
+_GROWTH = 8
+_MOST = 2**24
 
 
 class StreamReport(NamedTuple):
@@ -74,9 +84,59 @@ class StreamReport(NamedTuple):
         )
 
 
-class Finished(NamedTuple):
-    """Items that are done."""
+class ChunkPace:
+    """Steps between two looks of the host: the given number, or as many as take `SECONDS`."""
 
+    def __init__(self, given: int | None) -> None:
+        """`steps` is the most of the next chunk."""
+        self._given = given
+        self.steps = FIRST if given is None else given
+
+    def measured(self, steps: int, seconds: float, at_most: bool) -> None:
+        """A chunk took so long, or `at_most` so long: it was done before the host looked."""
+        if self._given is None and steps:
+            wanted = int(SECONDS * steps / max(seconds, 1e-9))
+            least = self.steps if at_most else 1
+            self.steps = max(least, min(wanted, self.steps * _GROWTH, _MOST))
+
+
+class Program(NamedTuple):
+    """A function of items for a number of lanes. It holds nothing of a stream."""
+
+    made: ItemProgram
+    run: Callable[..., Any]  # (state, shared, rows, most) -> (state, found)
+    empty: Callable[[], Any]  # lanes without items
+
+
+def compiled(function: Spec, item: Spec, lanes: int, places: int, info: bool) -> Program:
+    """The program of a function and items like these; that of an earlier stream where it is the same.
+
+    A round has so many places for items.
+    """
+    context = trace_context(), settings_here()  # the former knows not all of the latter
+    try:
+        hash((function, item))
+    except TypeError:
+        return _program.__wrapped__(function, item, lanes, places, info, context)
+    return _program(function, item, lanes, places, info, context)
+
+
+@lru_cache(maxsize=_KEPT)
+def _program(function: Spec, item: Spec, lanes: int, places: int, info: bool, _: Any) -> Program:
+    leaves = [leaf.value if isinstance(leaf, Static) else leaf.aval for leaf in function.leaves]
+    made = item_program("lanes_stream", function.treedef.unflatten(leaves), item, function, info)
+
+    def queue(shared: Sequence[Any]) -> Any:
+        return queue_for(made.program, shared, item.avals, lanes, places)
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(state: Any, shared: Sequence[Any], rows: ItemRows, most: Any) -> Any:
+        return run_chunk(queue(shared), state, rows, most)
+
+    return Program(made, run, jax.jit(lambda: queue([]).empty()))
+
+
+class Finished(NamedTuple):
     indices: list[int]
     errors: list[int]  # the number of the check that failed, -1 where none did
     infos: list[np.ndarray]  # with `info`: the two numbers of a `LoopInfo`
@@ -84,8 +144,6 @@ class Finished(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The items of a chunk."""
-
     numbers: Any  # int32[rounds, places], NO_ITEM where there is none
     inputs: list[Any]  # (rounds, places, ...)
     counts: list[int]  # items of each row that has any
@@ -117,7 +175,7 @@ class WorkingLanes:
     ) -> None:
         """Check the options of a stream, which has so many more than `items`.
 
-        Nothing is run before the first look, nor fetched before there is a source.
+        Nothing is run before the first look. Whoever makes this starts the items.
         """
         check_callable(f"f of {name}", f)
         self.num_lanes = positive_int(f"{name}(num_lanes=...)", num_lanes, "lanes", WHY)
@@ -132,11 +190,11 @@ class WorkingLanes:
         asked = to_progress(name, progress)
         reporter = None if asked is None else Reporter.of(asked, name, f, "item")
         self._shown = Shown(reporter, len(items) + more if isinstance(items, Sized) else None)
-        self._finished_before = 0  # items, by other processes
+        self.finished_before = 0  # items, by other processes
         self.function_arrays, self._function = pack(freeze(f))
         self._places = max(self.num_lanes // PART, 1)  # for items of a round
         self._rounds = 2 * self.num_lanes // self._places  # of a chunk, at most
-        self._pace, self._ahead, self._name, self._info = ChunkPace(chunk_steps), prefetch * self.num_lanes, name, info
+        self._pace, self._name, self._info = ChunkPace(chunk_steps), name, info
         self._waiting: deque[tuple[int, Any]] = deque()  # with their arrays
         self._in_lanes: dict[int, int] = {}  # by number: the index
         self._program: Program | None = None
@@ -146,15 +204,10 @@ class WorkingLanes:
         self._counts = [0] * 5  # items, iterations, useful, and the last two until the source ended
         self._began: float | None = None
         self._ended: float | None = None
-        self.items = ItemTypes()
+        self.items = Items(prefetch * self.num_lanes)
+        finalize(self, self.items.stop, wait=False)
         self.num_begun = 0  # items that are or were in lanes: the first ones
         self._settings = settings_here()
-        self._source: Source | None = None
-
-    def fetch(self, items: Iterable[Any], finished_before: int = 0) -> None:
-        """Begin to take items from here, where other processes have finished so many."""
-        self._source, self._finished_before = Source(items, self._ahead, self.items.ready), finished_before
-        finalize(self, self._source.stop, wait=False)
 
     # ---- what an owner asks for
 
@@ -169,14 +222,7 @@ class WorkingLanes:
         return self._program
 
     @property
-    def source(self) -> Source:
-        """Where items are fetched from: there is one before the first look."""
-        assert self._source is not None
-        return self._source
-
-    @property
     def is_running(self) -> bool:
-        """Whether a chunk runs."""
         return self._running is not None
 
     def look(self, start_next: bool = True, patience: float | None = None) -> Finished | None:
@@ -185,12 +231,12 @@ class WorkingLanes:
         The next chunk is started before anything is done with what was found. `patience`: seconds to wait for an item.
         """
         with with_settings(self._settings):
-            self._shown.begin(self._finished_before)
+            self._shown.begin(self.finished_before)
             if self._running is None and not self._start():
-                if self.source.is_empty:
+                if self.items.is_empty:
                     self._shown.end(finished=True)
                     return None
-                self.source.wait(patience)
+                self.items.wait(patience)
                 finished = Finished([], [], [], [])
             else:
                 indices, done, outputs = self._collect()
@@ -206,21 +252,15 @@ class WorkingLanes:
             return finished
 
     def message(self, index: int, error: int) -> str:
-        """What the error of an item says."""
         return f"item {index} of {self._name}: {with_amount(self.program.made.messages[error], None)}"
 
     def stop(self) -> list[tuple[int, list[np.ndarray]]]:
         """Fetch no more; returns the items that wait for a lane. One that is being fetched is waited for."""
-        return [*self._waiting, *self.source.stop()]
-
-    def fetch_no_more(self) -> None:
-        """Items that are fetched are lost, and the iterable is not asked again."""
-        if self._source is not None:
-            self._source.stop(wait=False)
+        return [*self._waiting, *self.items.stop()]
 
     def close(self) -> None:
         """Fetch no more, and let go of the lanes."""
-        self.fetch_no_more()
+        self.items.stop(wait=False)
         self._shown.end(finished=False)
         self._state = self._running = self._block = None
         self._waiting.clear()
@@ -258,7 +298,6 @@ class WorkingLanes:
         self._waiting.extend(items)
 
     def report(self) -> StreamReport:
-        """What the lanes have done so far."""
         items, iterations, useful, iterations_fed, useful_fed = self._counts
         seconds = (self._ended or 0.0) - (self._began or 0.0)
         return StreamReport(items, self.num_lanes, iterations, useful, iterations_fed, useful_fed, seconds)
@@ -276,8 +315,8 @@ class WorkingLanes:
             block = self._place(free)
         program = self.program
         given = [self._waiting.popleft() for _ in range(sum(block.counts))]
-        is_last = self.source.is_empty and not self._waiting
-        has_more = bool(self._waiting) or (not is_last and len(self.source.fetched) > 0)
+        is_last = self.items.is_empty and not self._waiting
+        has_more = bool(self._waiting) or (not is_last and len(self.items.fetched) > 0)
         rows = self._rounds if is_last else len(block.counts) or 1
         wanted = self._places if is_last else 1
         counts = (np.int32(len(block.counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted))
@@ -342,5 +381,5 @@ class WorkingLanes:
     def _fill(self) -> bool:
         """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
         room = self._most_items(self.num_lanes) if self._program else self.num_lanes
-        self._waiting.extend(self.source.take(max(room - len(self._waiting), 0)))
+        self._waiting.extend(self.items.take(max(room - len(self._waiting), 0)))
         return bool(self._waiting)
