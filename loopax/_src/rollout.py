@@ -1,6 +1,6 @@
 """A step repeated on its own results: autoregressive models, integrators, environments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend.rows import row_types
 from loopax._src.frontend.run import run_scan
 from loopax._src.frontend.steps import call_user, scan_rows, step_back
-from loopax._src.frontend.trace import StepBack, strongly_typed
+from loopax._src.frontend.trace import strongly_typed
 from loopax._src.history import History
 from loopax._src.jax_internals import api_boundary, keep_bits, mapped_aval, runs_in_python, zeros
 from loopax._src.kinds import DerivativeLike, KindLike
@@ -150,28 +150,49 @@ def rollout(
     if not (history is None or isinstance(history, History)):
         raise TypeError(f"rollout(history=...): got {describe(history)}, expected a loopax.History.")
     called = Called("rollout", (step,) if stop is None else (step, stop), ("state", "x"))
-    back = _step_back(options, inputs is not None)
+    back = step_back(options, None, inputs is not None, lambda carry: carry.state, _carry_before)
     if back is not None and history is not None:
         raise NotImplementedError(
             "rollout(history=...), which forgets rows, does not take a kind that brings an inverse. Choose another "
             "kind, such as `Checkpointed()`, or write the loop as a while_loop, fori_loop or scan of its own."
         )
 
-    def run(once: _Once, given: tuple[_Carry, Any], options: arguments.Options) -> Any:
-        is_last, depends_on = stop and once.is_last, (once.saves, every, inputs is None)
-        return run_scan(WORDS, options, extent, once.take, is_last, *given, called, back, depends_on=depends_on)
+    # Before: step: (state, [row of inputs]) -> (state, output)
+    # After: take: (carry, row of inputs) -> (carry, output or None), where outputs are saved in the carry
+    def take(saves: bool, carry: _Carry, x: Any, **key: Any) -> tuple[_Carry, Any]:
+        given, names = ([], ["state"]) if inputs is None else ([x], ["state", "x"])
+        window = {} if carry.history is None else {"history": carry.history}
+        result = call_user(WORDS.where, step, names, carry.state, *given, **window, **key)
+        state, y = arguments.pair(WORDS, result)
+        after = carry._replace(state=state, history=None if carry.history is None else carry.history.push(y))
+        if not saves:
+            return after, y
+        number = carry.num_steps + 1
+        place = jnp.where(number % every == 0, number // every - 1, jnp.iinfo(jnp.int32).max)
+        saved = jax.tree.map(lambda rows, x: buffers.put(rows, place, jnp.asarray(x), appends=True), carry.saved, y)
+        is_last = arguments.one_bool("stop of rollout", False if stop is None else stops(after, y))
+        return after._replace(saved=saved, num_steps=number, is_last=is_last), None
 
-    once, carry = _Once(step, stop, inputs is not None, every, saves=False), _Carry(state, history)
+    def stops(carry: _Carry, y: Any) -> Any:
+        return call_user("stop of rollout", stop, ["state", "output"], carry.state, y)
+
+    def run(saves: bool, given: tuple[_Carry, Any], options: arguments.Options) -> Any:
+        is_last = (lambda carry, _: carry.is_last) if saves else stops
+        functions, depends_on = (partial(take, saves), stop and is_last), (saves, every, inputs is None)
+        return run_scan(WORDS, options, extent, *functions, *given, called, back, depends_on=depends_on)
+
+    carry = _Carry(state, history)
     saves = every > 1 and not runs_in_python()  # where steps are values, outputs are left out afterwards
     if saves:
         # The types of an output are those of the rollout that saves all of them, which is traced and not run: on frozen
         # arguments, so that objects of the caller stay what they are.
+        row = lambda x: mapped_aval(x.shape[0], 0, jax.typeof(x)) if isinstance(x, jax.Array) else x  # noqa: E731
         frozen, found, silent = freeze((carry, inputs)), [], replace(options, throw=False)
-        jax.eval_shape(lambda: found.append(jax.tree.map(_row, run(once, thaw(frozen), silent)[0][1])))
+        jax.eval_shape(lambda: found.append(jax.tree.map(row, run(False, thaw(frozen), silent)[0][1])))
         types = row_types("rollout(save_every=...): the output of step", found[0])
         saved = jax.tree.map(lambda x: zeros(stacked(x, (extent.capacity or 0) // every)), types)
         carry = carry._replace(saved=saved, num_steps=jnp.int32(0), is_last=jnp.zeros((), bool))
-    (last, outputs), loop_info = run(once._replace(saves=saves), (carry, inputs), options)
+    (last, outputs), loop_info = run(saves, (carry, inputs), options)
     last_state = last.state if history is None else (last.state, last.history)
     if saves:
         outputs = last.saved
@@ -192,59 +213,8 @@ class _Carry(NamedTuple):
     is_last: Any = None  # whether `stop` has said so
 
 
-class _Once(NamedTuple):
-    """A step of a rollout as one of a scan."""
-
-    step: Callable[..., tuple[Any, Any]]
-    stop: Callable[[Any, Any], Any] | None
-    with_input: bool
-    every: int
-    saves: bool  # puts outputs into the carry at the save points, and returns no rows
-
-    def take(self, carry: _Carry, x: Any, **key: Any) -> tuple[_Carry, Any]:
-        """The next carry, and the output."""
-        inputs, names = ((x,), ["state", "x"]) if self.with_input else ((), ["state"])
-        window = {} if carry.history is None else {"history": carry.history}
-        state, y = arguments.pair(
-            WORDS, call_user(WORDS.where, self.step, names, carry.state, *inputs, **window, **key)
-        )
-        after = carry._replace(state=state, history=None if carry.history is None else carry.history.push(y))
-        if not self.saves:
-            return after, y
-        number = carry.num_steps + 1
-        place = jnp.where(number % self.every == 0, number // self.every - 1, jnp.iinfo(jnp.int32).max)
-        saved = jax.tree.map(lambda rows, x: buffers.put(rows, place, jnp.asarray(x), appends=True), carry.saved, y)
-        is_last = False if self.stop is None else self._stops(after, y)
-        is_last = arguments.one_bool("stop of rollout", is_last)
-        return after._replace(saved=saved, num_steps=number, is_last=is_last), None
-
-    def is_last(self, carry: _Carry, y: Any) -> Any:
-        """Whether to stop."""
-        return carry.is_last if self.saves else self._stops(carry, y)
-
-    def _stops(self, carry: _Carry, y: Any) -> Any:
-        return call_user("stop of rollout", self.stop, ["state", "output"], carry.state, y)
-
-
-def _step_back(options: arguments.Options, with_input: bool) -> StepBack | None:
-    """A step back by the kind's functions of states; what has been saved stays."""
-    of_states = step_back(options, has_rows=with_input)
-    if of_states is None:
-        return None
-
-    def inverse(row: Any, extras: Any, carries: Sequence[_Carry], x: Any, *recorded: Any) -> _Carry:
-        (after,) = carries
-        before = after._replace(state=of_states.inverse(row, extras, [after.state], x, *recorded))
-        if after.num_steps is None:
-            return before
-        return before._replace(num_steps=after.num_steps - 1, is_last=jnp.zeros((), bool))
-
-    def record(row: Any, extras: Any, carries: Sequence[_Carry], x: Any) -> Any:
-        assert of_states.record is not None
-        return of_states.record(row, extras, [carry.state for carry in carries], x)
-
-    return StepBack(of_states.functions, inverse, of_states.record and record)
-
-
-def _row(x: Any) -> Any:
-    return mapped_aval(x.shape[0], 0, jax.typeof(x)) if isinstance(x, jax.Array) else x
+def _carry_before(after: _Carry, state: Any) -> _Carry:
+    """The carry before a step, with this state; what has been saved stays."""
+    if after.num_steps is None:
+        return after._replace(state=state)
+    return after._replace(state=state, num_steps=after.num_steps - 1, is_last=jnp.zeros((), bool))

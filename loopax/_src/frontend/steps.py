@@ -68,11 +68,16 @@ def fori_index(row: Any, extras: Sequence[Any], is_weak: bool) -> Any:
 
 
 def step_back(
-    options: Options, index: Callable[[Any, Sequence[Any]], Any] | None = None, has_rows: bool = False
+    options: Options,
+    index: Callable[[Any, Sequence[Any]], Any] | None = None,
+    has_rows: bool = False,
+    state_of: Callable[[Any], Any] = lambda carry: carry,
+    with_state: Callable[[Any, Any], Any] = lambda _, state: state,
 ) -> StepBack | None:
     """A step back of a loop; None: its kind brings none. `index` gives the first argument of the body, if it has one.
 
-    The kind's functions get what the body gets: an index, carries, a row of xs, a key.
+    The kind's functions get what the body gets: an index, carries, a row of xs, a key. Of a carry that holds more than
+    the user's state, they get `state_of(carry)`, and `with_state(after, state)` is the carry before a step.
     """
     inverse, record = options.kind.inverse, options.kind.record
     if inverse is None:
@@ -89,10 +94,13 @@ def step_back(
         given = ["after"] if len(carries) == 1 else ["before", "after"]
         names = [*["i"] * len(i), *given, *["x"] * len(xs), *["recorded"] * len(recorded)]
         where = f"{'inverse' if function is inverse else 'record'} {kind}"
-        return call_user(where, function, names, *i, *carries, *xs, *recorded, **key)
+        return call_user(where, function, names, *i, *map(state_of, carries), *xs, *recorded, **key)
+
+    def before(row: Any, extras: Sequence[Any], carries: Sequence[Any], x: Any, *recorded: Any) -> Any:
+        return with_state(carries[0], call(inverse, row, extras, carries, x, *recorded))
 
     functions = (inverse,) if record is None else (inverse, record)
-    return StepBack(functions, partial(call, inverse), None if record is None else partial(call, record))
+    return StepBack(functions, before, None if record is None else partial(call, record))
 
 
 def scan_step(
