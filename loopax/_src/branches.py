@@ -5,7 +5,7 @@ costly branch that no lane takes is not run. The loops of a call stand one after
 step. They carry the result, which each hands on if it takes none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +23,7 @@ from loopax._src.frontend.checks import collecting, settle
 from loopax._src.frontend.extent import Extent, width_of
 from loopax._src.frontend.options import Options, check_callable
 from loopax._src.frontend.references import refuse_references_in
-from loopax._src.frontend.run import run
+from loopax._src.frontend.run import UserLoop
 from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import Step, traced_once, without_flags
 from loopax._src.jax_internals import Literal
@@ -105,18 +105,14 @@ def cond(
         if_true, of_true, (of_false, if_false) = false_fun, true_fun, operands
         operands = of_true, of_false
         true_fun, false_fun = wraps(if_true)(lambda x, _: if_true(x)), wraps(if_false)(lambda _, x: if_false(x))
-    check_callable("true_fun of cond", true_fun)
-    check_callable("false_fun of cond", false_fun)
-    given = _operands("cond", operands, operand)
+    functions = {"true_fun": true_fun, "false_fun": false_fun}
+    given = _operands("cond", functions, operands, operand)
     is_one = isinstance(pred, bool | int | float | np.generic | np.ndarray | jax.Array) and np.ndim(pred) == 0
     if not is_one or jnp.result_type(pred).kind not in "biuf":
         raise TypeError(f"cond(pred=...): got {describe(pred)}, expected one bool.")
-    pred, how = jnp.asarray(pred), to_lanes(lanes)
+    pred = jnp.asarray(pred)
     is_true = pred if pred.dtype == jnp.bool_ else lax.ne(pred, jaxi.zero(pred.dtype))  # numbers too, as in `jax.lax`
-    if jaxi.runs_in_python() and (value := jaxi.value_now(is_true)) is not None:
-        return (true_fun if value else false_fun)(*given)
-    branches = [Branch("true_fun", true_fun), Branch("false_fun", false_fun)]
-    return _run_one("cond", branches, [is_true, ~is_true], given, how)
+    return _run_one("cond", functions, [is_true, ~is_true], given, to_lanes(lanes))
 
 
 @jaxi.api_boundary
@@ -163,10 +159,8 @@ def switch(
     Cost and derivatives: as in `cond`.
 
     """
-    functions = tuple(branches)
-    for i, function in enumerate(functions):
-        check_callable(f"branches[{i}] of switch", function)
-    given = _operands("switch", operands, operand)
+    functions = {f"branches[{i}]": function for i, function in enumerate(branches)}
+    given = _operands("switch", functions, operands, operand)
     is_one = isinstance(index, int | np.generic | np.ndarray | jax.Array) and np.ndim(index) == 0
     if not is_one or isinstance(index, bool) or jnp.result_type(index).kind not in "iu":
         raise TypeError(f"switch(index=...): got {describe(index)}, expected one integer.")
@@ -175,31 +169,26 @@ def switch(
         raise ValueError("switch(branches=...): got no branches, expected at least one function.")
     how = to_lanes(lanes)
     if len(functions) == 1:
-        return functions[0](*given)
+        return functions["branches[0]"](*given)
     with width_of(number):
         number = jnp.clip(number, 0, len(functions) - 1).astype(jnp.int32)
-    if jaxi.runs_in_python() and (value := jaxi.value_now(number)) is not None:
-        return functions[int(value)](*given)
-    named = [Branch(f"branches[{i}]", function) for i, function in enumerate(functions)]
-    return _run_one("switch", named, [number == i for i in range(len(functions))], given, how)
+    return _run_one("switch", functions, [number == i for i in range(len(functions))], given, how)
 
 
-def _operands(caller: str, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
-    """The operands, by whatever name they are given."""
+Functions = Mapping[str, Callable[..., Any]]  # branches, by what the user calls them
+
+
+def _operands(name: str, branches: Functions, operands: tuple[Any, ...], operand: Any) -> tuple[Any, ...]:
+    """The operands, by whatever name they are given; an error where a branch cannot be called."""
+    for branch, function in branches.items():
+        check_callable(f"{branch} of {name}", function)
     if operand is _NOT_GIVEN:
         return operands
     if operands:
         raise TypeError(
-            f"{caller}(operand=...): got an operand by name and {len(operands)} by position, expected one of the two."
+            f"{name}(operand=...): got an operand by name and {len(operands)} by position, expected one of the two."
         )
     return (operand,)
-
-
-class Branch(NamedTuple):
-    """A function, and what the user calls it."""
-
-    name: str
-    function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -209,41 +198,40 @@ class _Reference:
     number: int
 
 
-def _run_one(
-    name: str, branches: Sequence[Branch], is_taken: Sequence[Any], operands: tuple[Any, ...], how: Lanes
-) -> Any:
+def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: tuple[Any, ...], how: Lanes) -> Any:
     """The result of the branch that is taken."""
+    if jaxi.runs_in_python() and None not in (known := list(map(jaxi.value_now, is_taken))):
+        return list(branches.values())[known.index(True)](*operands)
     if isinstance(how, Free):
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)
-    results = _common_results(name, branches, operands)
+    spec, avals, given = _common_results(name, branches, operands)
     # An array that every branch returns as it was given is known without a branch: lanes go on sharing it.
-    is_given = [x is not _COMPUTED for x in results.given]
-    computed = reject(is_given, results.avals)
+    is_given = [x is not _COMPUTED for x in given]
+    computed = reject(is_given, avals)
     options = Options(name, Auto() if how == Lockstep() else Bounded(), how)
     result, used_keys = list(map(jaxi.zeros, computed)), []
-    for branch, taken in zip(branches, is_taken, strict=True):
 
-        def call(row: Any, extras: Sequence[Any], carry: Any, x: Any, branch: Branch = branch) -> tuple[Any, Any, Any]:
-            del row, extras, x
-            result = call_user(f"{branch.name} of {name}", branch.function, [], *carry[0])
-            arrays, _ = pack(without_flags(freeze(result)))
-            pairs = zip(reject(is_given, arrays), computed, strict=True)
-            return (carry[0], [jaxi.convert(x, aval.dtype) for x, aval in pairs]), None, None
+    def call(where: str, function: Any, row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
+        del row, extras, x
+        arrays, _ = pack(without_flags(freeze(call_user(where, function, [], *carry[0]))))
+        pairs = zip(reject(is_given, arrays), computed, strict=True)
+        return (carry[0], [jaxi.convert(x, aval.dtype) for x, aval in pairs]), None, None
 
+    for (branch, function), taken in zip(branches.items(), is_taken, strict=True):
         # A loop of one step, or of none, whose carry are the operands and the result so far. Which arrays it computes
         # depends on the other branches, too.
-        called, depends_on = Called(name, (branch.function,), ()), (name, tuple(is_given))
-        step = Step(call, f"{branch.name} of {name}", called, depends_on, once=True)
+        where, called = f"{branch} of {name}", Called(name, (function,), ())
+        step = Step(partial(call, where, function), where, called, (name, tuple(is_given)), once=True)
         extent = Extent(0, taken.astype(jnp.int32), 1, fixed=False)
-        done = run(step, options, extent, [], (operands, result), branch=branch.name, used_keys=used_keys)
+        done = UserLoop(step, options, extent, [], (operands, result), branch=branch, used_keys=used_keys).run()
         _, result = done.hand_over(settle(done.carry, done.checks))
-    arrays = merge_lists(is_given, result, [x for x in results.given if x is not _COMPUTED])
-    arrays = [jaxi.to_weak(x) if aval.weak_type else x for x, aval in zip(arrays, results.avals, strict=True)]
-    return thaw(results.spec.unpack(arrays))
+    arrays = merge_lists(is_given, result, [x for x in given if x is not _COMPUTED])
+    arrays = [jaxi.to_weak(x) if aval.weak_type else x for x, aval in zip(arrays, avals, strict=True)]
+    return thaw(spec.unpack(arrays))
 
 
-def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> tuple[Sequence[Branch], Any]:
+def _with_references(branches: Functions, operands: tuple[Any, ...]) -> tuple[Functions, Any]:
     """Branches that close over mutable arrays among operands (`jax.new_ref`), which no loop can carry."""
     leaves, treedef = jax.tree.flatten(operands, is_leaf=is_object)
     references = [leaf for leaf in leaves if jaxi.is_reference(leaf) and not is_object(leaf)]
@@ -258,7 +246,7 @@ def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> t
     def closing(function: Callable[..., Any]) -> Callable[..., Any]:
         return wraps(function)(lambda *given: function(*jax.tree.map(put_back, given, is_leaf=is_object)))
 
-    return [Branch(b.name, closing(b.function)) for b in branches], treedef.unflatten(taken_out)
+    return {name: closing(function) for name, function in branches.items()}, treedef.unflatten(taken_out)
 
 
 # What branches return: the same structure and types, or an error that says where not.
@@ -267,35 +255,37 @@ def _with_references(branches: Sequence[Branch], operands: tuple[Any, ...]) -> t
 _COMPUTED = object()
 
 
-class _BranchResults(NamedTuple):
-    """The types that all branches return."""
-
-    spec: Spec
-    avals: list[Any]  # of the arrays
-    given: list[Any]  # for each array, the one that all branches return as it is; `_COMPUTED`: there is none
-
-
 class _TracedBranch(NamedTuple):
     """What one branch returns."""
 
     spec: Spec
-    tree: Any  # the pytree with types at its leaves
     # For each array: where it stands among what the branch closes over and behind it its operands; None: it is computed
     places: list[int | None]
     closed_over: list[Any]
 
+    @property
+    def tree(self) -> Any:
+        """The pytree with types at its leaves."""
+        return self.spec.treedef.unflatten(x.aval if isinstance(x, Dynamic) else x.value for x in self.spec.leaves)
 
-def _common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, ...]) -> _BranchResults:
-    """The types that all branches return for these operands."""
+
+def _common_results(name: str, branches: Functions, operands: tuple[Any, ...]) -> tuple[Spec, list[Any], list[Any]]:
+    """The types that all branches return for these operands, as a pytree and as arrays.
+
+    For each array, the one that all branches return as it is; `_COMPUTED`: there is none.
+    """
     arrays, spec = pack(freeze(operands))
-    key = "branch", spec
-    traced = [traced_once((b.function,), key, partial(_trace, name, b, spec, arrays)) for b in branches]
+    traced = [
+        traced_once((function,), ("branch", spec), partial(_trace, f"{branch} of {name}", name, function, spec, arrays))
+        for branch, function in branches.items()
+    ]
     results = [
         [_COMPUTED if i is None else [*branch.closed_over, *arrays][i] for i in branch.places] for branch in traced
     ]
     first, avals, given = traced[0], traced[0].spec.avals, results[0]
-    for branch, other, other_given in zip(branches[1:], traced[1:], results[1:], strict=True):
-        names = branches[0].name, branch.name
+    own_name, *others = branches
+    for other_name, other, other_given in zip(others, traced[1:], results[1:], strict=True):
+        names = own_name, other_name
         if (first.tree is None) != (other.tree is None):
             forgetful, second = names if first.tree is None else names[::-1]
             raise TypeError(f"{forgetful} of {name} must return what {second} does. Got None. {NO_RETURN}")
@@ -310,10 +300,10 @@ def _common_results(name: str, branches: Sequence[Branch], operands: tuple[Any, 
         given = [a if a is b else _COMPUTED for a, b in zip(given, other_given, strict=True)]
     # Arrays of `float0`, which no loop carries, have only one value.
     only = [np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else None for aval in avals]
-    return _BranchResults(first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)])
+    return first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)]
 
 
-def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tuple[_TracedBranch, list[Any]]:
+def _trace(where: str, name: str, function: Any, spec: Spec, arrays: Sequence[Any]) -> tuple[_TracedBranch, list[Any]]:
     """What a branch returns for operands of these types, and the values that it closes over."""
     found: list[Spec] = []
     here = jaxi.source_here()
@@ -322,25 +312,24 @@ def _trace(name: str, branch: Branch, spec: Spec, arrays: Sequence[Any]) -> tupl
         with collecting():
             operands = thaw(jaxi.made_at(here, spec.unpack(arrays)))
             names = [f"operands[{i}]" for i in range(len(operands))]
-            result = freeze(call_user(f"{branch.name} of {name}", branch.function, names, *operands))
-        refuse_references_in(f"{branch.name} of {name} returned", result)
+            result = freeze(call_user(where, function, names, *operands))
+        refuse_references_in(f"{where} returned", result)
         out, out_spec = pack(without_flags(result))
         found.append(out_spec)
         return out
 
     # What the branch calls the arrays that it is given.
     names = spec.names("operands")
-    for i, parameter in enumerate(parameters_of(branch.function)):
+    for i, parameter in enumerate(parameters_of(function)):
         prefix = f"operands[{i}]"
         names = [parameter + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names]
-    Called(name, (branch.function,), ()).name_in_errors(call, names)
+    Called(name, (function,), ()).name_in_errors(call, names)
     closed = jax.make_jaxpr(call)(arrays)
     (of_result,) = found
-    leaves = [leaf.aval if isinstance(leaf, Dynamic) else leaf.value for leaf in of_result.leaves]
     opened, consts = jaxi.open_constants(closed)
     inputs = {var: i for i, var in enumerate(opened.invars)}
     places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
-    return _TracedBranch(of_result, of_result.treedef.unflatten(leaves), places, consts), consts
+    return _TracedBranch(of_result, places, consts), consts
 
 
 def _problems(first: _TracedBranch, avals: Sequence[Any], other: _TracedBranch) -> list[str]:

@@ -11,7 +11,7 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits, fori_extent, while_extent
 from loopax._src.frontend.options import SCAN, LoopOptions
 from loopax._src.frontend.references import take_references
-from loopax._src.frontend.run import finish, run, run_scan
+from loopax._src.frontend.run import UserLoop, run_scan
 from loopax._src.frontend.steps import fori_index, fori_step, scan_rows, step_back, while_step
 from loopax._src.frontend.trace import Step
 from loopax._src.jax_internals import api_boundary
@@ -148,8 +148,7 @@ def while_loop(
     called, depends_on = Called("while_loop", (body_fun, cond_fun), ("carry",)), ("while_loop", options.key_spec)
     step = Step(call, "body_fun of while_loop", called, depends_on, step_back(options))
     extent = while_extent(options.max_steps)
-    done = run(step, options, extent, options.extras, init_val, goes_on=goes_on)
-    carry, _, loop_info = finish(options, extent, done)
+    carry, _, loop_info = UserLoop(step, options, extent, options.extras, init_val, goes_on=goes_on).finished()
     return options.with_info(carry, loop_info)
 
 
@@ -260,8 +259,7 @@ def fori_loop(
     back = step_back(options, partial(fori_index, is_weak=is_weak))
     depends_on = "fori_loop", is_weak, options.key_spec
     step = Step(fori_step(options, body_fun, is_weak), "body_fun of fori_loop", called, depends_on, back)
-    done = run(step, options, extent, [first, *options.extras], init_val)
-    carry, _, loop_info = finish(options, extent, done)
+    carry, _, loop_info = UserLoop(step, options, extent, [first, *options.extras], init_val).finished()
     return options.with_info(carry, loop_info)
 
 

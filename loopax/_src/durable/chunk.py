@@ -13,7 +13,7 @@ from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list
 from loopax._src.frontend.checks import settle
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import Options
-from loopax._src.frontend.run import run
+from loopax._src.frontend.run import UserLoop
 from loopax._src.frontend.steps import Call, always
 from loopax._src.frontend.trace import FirstCondition, Step, strongly_typed
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
@@ -118,7 +118,7 @@ def trace(job: Job, start: Sequence[Any], rows: int | None) -> TracedChunk:
             carry, objects = thaw_numbered(given)
             bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
             extent = Extent(0, most, bound, fixed=False, capacity=rows, unroll=job.unroll)
-            done = run(job.step, options, extent, start, carry, goes_on=always if job.stops else None)
+            done = UserLoop(job.step, options, extent, start, carry, goes_on=always if job.stops else None).run()
             goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
             carry, ys, *numbers = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)
             carry, found["changes"] = take_back(where, given, objects, done.hand_over(carry))

@@ -5,7 +5,7 @@ transformations make of the program from one call to the next.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,9 @@ from loopax._src.frontend.references import (
     with_kept_keys,
 )
 from loopax._src.frontend.steps import always, first_condition, scan_step
-from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, Traced, trace_promoting
+from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, trace_promoting
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
-from loopax._src.progress import Reporter
 from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
 from loopax._src.pytrees.static import Called
 
@@ -77,85 +76,79 @@ class _ArrayResults:
     key_use: KeyUse | None = None
 
 
-def run(
-    step: Step,
-    options: arguments.Options,
-    extent: Extent,
-    extras: Sequence[Any],
-    init: Any,
-    xs: Any = None,
-    goes_on: FirstCondition | None = None,
-    references: ReferenceRows = NO_REFERENCES,
-    *,
-    branch: str = "",
-    used_keys: list[Any] | None = None,
-) -> LoopResults:
-    """Run a loop; `goes_on(extras, init)` says whether to take the first step (None: the loop has no condition).
-
-    `references` are those whose values are among xs. `branch` is the function of a `cond` or a `switch` that the loop
-    calls, and `used_keys` are the PRNG keys that other branches have consumed.
-    """
-    # NNX objects become pytrees of arrays here, once, and objects again where the results are handed over.
-    frozen, frozen_xs = freeze(init), freeze(xs)
-    refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), frozen)
-    derivative = options.derivative and core.kept(options.derivative)
-    call = _UserCall(
-        references.step(step),
-        options,
-        extent,
-        extras,
-        init,
-        frozen,
-        xs,
-        frozen_xs,
-        *pack(frozen_xs),
-        references,
-        core.kept(options.kind) if derivative else core.checked_kind(options.kind, extent.bound),
-        derivative,
-        extent.fixed and goes_on is None,
-        options.reporter(step.called.functions[0]),
-        branch,
-        [] if used_keys is None else used_keys,
-    )
-    if jaxi.runs_in_python() and derivative is None:
-        return call.in_python(goes_on)
-    return call.finished(call.traced(frozen, extent, goes_on))
+# Compiled, so that the numbers are no arguments that are moved to the device.
+_and_true = jax.jit(lambda goes_on: True & goes_on, inline=True)  # the texts of stored runs contain it (`durable/`)
+_has_no_keys = jax.jit(lambda num_steps: num_steps >= MOST_STEPS, inline=True)
 
 
-@dataclass(frozen=True)
-class _UserCall:
-    """A call of a loop."""
+@dataclass
+class UserLoop:
+    """A loop that a user calls. `goes_on(extras, init)` says whether to take the first step."""
 
     step: Step
     options: arguments.Options
     extent: Extent
     extras: Sequence[Any]
-    init: Any  # the user's
-    frozen: Any  # the same, frozen
-    xs: Any  # the user's
-    frozen_xs: Any
-    x_arrays: list[Any]
-    x_spec: Spec
-    references: ReferenceRows
-    kind: core.Kind  # what the program keeps of it
-    derivative: core.Derivative | None  # likewise
-    is_fixed: bool  # as in `core.LoopFacts`
-    reporter: Reporter | None
-    branch: str
-    used_keys: list[Any]
+    init: Any
+    xs: Any = None
+    goes_on: FirstCondition | None = None  # None: the loop has no condition
+    references: ReferenceRows = NO_REFERENCES  # those whose values are among xs
+    branch: str = ""  # the function of a `cond` or a `switch` that the loop calls
+    used_keys: list[Any] = field(default_factory=list)  # PRNG keys that other branches have consumed
 
-    def check(self, found: Findings) -> None:
+    def __post_init__(self) -> None:
+        """Freeze, and check: NNX objects become pytrees here, once, and objects again in what is handed over."""
+        options, self.step = self.options, self.references.step(self.step)
+        self.frozen, self.frozen_xs = freeze(self.init), freeze(self.xs)
+        self.x_arrays, self.x_spec = pack(self.frozen_xs)
+        refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), self.frozen)
+        self.derivative = options.derivative and core.kept(options.derivative)
+        # What the program keeps of the kind.
+        self.kind = core.kept(options.kind) if self.derivative else core.checked_kind(options.kind, self.extent.bound)
+        self.is_fixed = self.extent.fixed and self.goes_on is None  # as in `core.LoopFacts`
+        self.reporter = options.reporter(self.step.called.functions[0])
+
+    def run(self) -> LoopResults:
+        """Run it. Who calls a branch attaches the checks."""
+        if jaxi.runs_in_python() and self.derivative is None:
+            return self._in_python()
+        return self._as_pytrees(self._traced(self.frozen, self.extent, self.goes_on))
+
+    def finished(self) -> tuple[Any, Any, LoopInfo]:
+        """Run it: the carry, the rows and the numbers of the loop, with its run-time checks attached."""
+        done, options, extent = self.run(), self.options, self.extent
+        over, goes_on = extent.over_limit, done.goes_on
+        if over is True and goes_on is None and options.throw:
+            raise ValueError(arguments.limit_message(options.name, options.max_steps))
+        reached = over if goes_on is None or over is False else _and_true(goes_on) if over is True else over & goes_on
+        checks, call = list(done.checks), f"loopax.{options.name}"
+        if options.throw:
+            checks += extent.checks
+            if reached is not False:
+                checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
+            if options.key_data is not None and extent.bound is None:
+                checks.append(Check.of(call, _has_no_keys(done.num_steps), arguments.OUT_OF_KEYS))
+        else:
+            for check in extent.checks:
+                reached = reached | check.failed
+        if isinstance(reached, bool):
+            reached = ~jaxi.zeros(_BOOL) if reached else jaxi.zeros(_BOOL)
+        info = LoopInfo(done.num_steps, reached)
+        carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
+        return done.hand_over(carry), thaw(ys), loop_info
+
+    def _check(self, found: Findings) -> None:
         """Refuse what a step does and a loop cannot."""
         refuse_lost_changes(self.step.where, self.init, found.changes, self.xs, found.row_changes)
         if self.extent.capacity is None and any(found.rows.written):
             raise arguments.no_capacity(arguments.SCAN, "NNX objects in xs", "set up what they hold before the scan")
 
-    def traced(self, init: Any, extent: Extent, goes_on: FirstCondition | None) -> _ArrayResults:
+    def _traced(self, init: Any, extent: Extent, goes_on: FirstCondition | None) -> _ArrayResults:
         """Trace the step, and run the loop from a carry (frozen) on."""
         step, options, extras = self.step, self.options, self.extras
         traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on)
         note_key_use(traced.key_use, (init, spec), (self.frozen_xs, self.x_spec), self.used_keys)
-        self.check(traced.found)
+        self._check(traced.found)
         self.references.refuse_closed_over(step.where, traced.references)
         if self.derivative and traced.references:
             raise NotImplementedError(
@@ -169,7 +162,25 @@ class _UserCall:
             first_consts = [is_first]
         values = [reference[...] for reference in traced.references]
         num_go, num_flags = int(goes_on is not None), len(traced.messages)
-        loop = self._loop(traced, extent, goes_on is not None, num_go + len(arrays) + num_flags + len(values))
+        loop = core.Loop(
+            traced.body,
+            num_consts=len(traced.closed_over) + len(extras),
+            num_carry=num_go + len(arrays) + num_flags + len(values),
+            bound=extent.bound,
+            reverse=extent.reverse,
+            predicated=goes_on is not None,
+            unroll=extent.unroll,
+            kind=self.kind,
+            derivative=self.derivative,
+            is_fixed=self.is_fixed,
+            bound_is_loose=extent.bound_is_loose,
+            inverse=traced.inverse,
+            lanes=Lockstep() if isinstance(options.lanes, Free) else options.lanes,
+            reporting=self.reporter and core.Reporting(self.reporter),
+            debug_info=core.DebugInfo(
+                options.name, self.kind, options.lanes, self.is_fixed, traced.names, extent.bound, branch=self.branch
+            ),
+        )
         # A limit that is known now is a part of the program, and another one an operand of it.
         low, high = (limit if isinstance(limit, int) else None for limit in (extent.low, extent.high))
         limits = extent.low if low is None else None, extent.high if high is None else None
@@ -202,30 +213,7 @@ class _UserCall:
         carry, go = restore_weak(carry, traced.carry_avals), go[0] if go else None
         return _ArrayResults(out.num_steps, go, carry, spec, out.ys, traced.found, checks, traced.key_use)
 
-    def _loop(self, traced: Traced, extent: Extent, predicated: bool, num_carry: int) -> core.Loop:
-        """The loop of a traced step."""
-        options = self.options
-        return core.Loop(
-            traced.body,
-            num_consts=len(traced.closed_over) + len(self.extras),
-            num_carry=num_carry,
-            bound=extent.bound,
-            reverse=extent.reverse,
-            predicated=predicated,
-            unroll=extent.unroll,
-            kind=self.kind,
-            derivative=self.derivative,
-            is_fixed=self.is_fixed,
-            bound_is_loose=extent.bound_is_loose,
-            inverse=traced.inverse,
-            lanes=Lockstep() if isinstance(options.lanes, Free) else options.lanes,
-            reporting=self.reporter and core.Reporting(self.reporter),
-            debug_info=core.DebugInfo(
-                options.name, self.kind, options.lanes, self.is_fixed, traced.names, extent.bound, branch=self.branch
-            ),
-        )
-
-    def finished(self, ended: _ArrayResults) -> LoopResults:
+    def _as_pytrees(self, ended: _ArrayResults) -> LoopResults:
         """The results as pytrees."""
         extent, found, step = self.extent, ended.found, self.step
         rows, ys = split_list(ended.ys, [sum(found.rows.written)])
@@ -250,19 +238,20 @@ class _UserCall:
             hand_over_all,
         )
 
-    def in_python(self, goes_on: FirstCondition | None) -> LoopResults:
+    def _in_python(self) -> LoopResults:
         """Take steps in Python; a traced loop takes those that Python cannot, or gives types where there are none."""
         extent, x_rows = self.extent, [jaxi.keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
-        take = partial(take_steps, self.step, extent, self.extras, self.frozen, x_rows, self.x_spec.rows(), goes_on)
+        take = partial(take_steps, self.step, extent, self.extras, self.frozen, x_rows, self.x_spec.rows())
+        take = partial(take, self.goes_on)
         steps: PythonSteps = self.reporter.watch(partial(take, self.reporter)) if self.reporter else take(None)
         if steps.found is not None and steps.is_over:
-            self.check(steps.found)
+            self._check(steps.found)
             number, ys = jnp.int32(steps.number), steps.written()
-            return self.finished(_ArrayResults(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
-        condition = None if goes_on is None else lambda *_: steps.goes_on
+            return self._as_pytrees(_ArrayResults(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
+        condition = None if self.goes_on is None else lambda *_: steps.goes_on
         last = steps.spec.unpack(steps.carry)
         try:
-            rest = self.traced(last, steps.rest, condition)
+            rest = self._traced(last, steps.rest, condition)
         except _NOT_TRACEABLE as error:
             if not steps.is_over:
                 raise
@@ -279,7 +268,7 @@ class _UserCall:
         if steps.found is not None:
             ys, found = steps.written(rest.ys), rest.found.after(steps.found)
             rest = replace(rest, num_steps=rest.num_steps + steps.number, ys=ys, found=found)
-        return self.finished(rest)
+        return self._as_pytrees(rest)
 
 
 @dataclass(frozen=True)
@@ -333,34 +322,6 @@ def _compiled(program: _LoopProgram, *given: Any) -> core.Outcome:
     return program.with_all_rows(out)
 
 
-# Compiled, so that the numbers are no arguments that are moved to the device.
-_and_true = jax.jit(lambda goes_on: True & goes_on, inline=True)  # the texts of stored runs contain it (`durable/`)
-_has_no_keys = jax.jit(lambda num_steps: num_steps >= MOST_STEPS, inline=True)
-
-
-def finish(options: arguments.Options, extent: Extent, done: LoopResults) -> tuple[Any, Any, LoopInfo]:
-    """The carry, the rows and the numbers of a loop, with its run-time checks attached."""
-    over, goes_on = extent.over_limit, done.goes_on
-    if over is True and goes_on is None and options.throw:
-        raise ValueError(arguments.limit_message(options.name, options.max_steps))
-    reached = over if goes_on is None or over is False else _and_true(goes_on) if over is True else over & goes_on
-    checks, call = list(done.checks), f"loopax.{options.name}"
-    if options.throw:
-        checks += extent.checks
-        if reached is not False:
-            checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
-        if options.key_data is not None and extent.bound is None:
-            checks.append(Check.of(call, _has_no_keys(done.num_steps), arguments.OUT_OF_KEYS))
-    else:
-        for check in extent.checks:
-            reached = reached | check.failed
-    if isinstance(reached, bool):
-        reached = ~jaxi.zeros(_BOOL) if reached else jaxi.zeros(_BOOL)
-    info = LoopInfo(done.num_steps, reached)
-    carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
-    return done.hand_over(carry), thaw(ys), loop_info
-
-
 def run_scan(
     words: arguments.Words,  # of `scan` itself, or of a rollout
     options: arguments.Options,
@@ -392,6 +353,6 @@ def run_scan(
         is_counted and extent.reverse,
         is_counted,
     )
-    done = run(Step(call, words.where, called, spec, back), options, extent, extras, init, xs, goes_on, references)
-    carry, ys, loop_info = finish(options, extent, done)
+    step = Step(call, words.where, called, spec, back)
+    carry, ys, loop_info = UserLoop(step, options, extent, extras, init, xs, goes_on, references).finished()
     return (carry, ys), loop_info
