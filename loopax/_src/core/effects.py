@@ -9,7 +9,7 @@ from jax import lax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import mixes_lanes
-from loopax._src.core.jaxpr.evaluate import Interpreter, evaluated_by, jvp_expanded, linearize_expanded, rule_of
+from loopax._src.core.jaxpr.evaluate import Interpreter, evaluated_by, jvp_expanded, rule_of
 from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_jaxprs, trace, weakly_cached
 from loopax._src.core.masking import fill_inactive
 from loopax._src.core.row_buffers import VERSION, operands_where
@@ -44,13 +44,6 @@ def _only_if_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
     if not OnlyIf(**params).types:
         return only_if_p.bind(*primals, **params), []
     return jvp_expanded(_only_if)(primals, tangents, **params)
-
-
-def _only_if_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
-    """As `_only_if_jvp`."""
-    if not OnlyIf(**params).types:
-        return only_if_p.bind(*operands, **params), [], lambda *_: []
-    return linearize_expanded(_only_if)(nonzero, *operands, **params)
 
 
 def _only_if_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
@@ -89,7 +82,6 @@ jaxi.register(
     params=OnlyIf._fields,
     effectful_abstract_eval=lambda *_, **params: (list(OnlyIf(**params).types), OnlyIf(**params).causes),
     jvp=_only_if_jvp,
-    linearize=_only_if_linearize,
     batch_without_axis=_only_if_batch,
 )
 

@@ -11,7 +11,6 @@ active lanes.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -60,7 +59,6 @@ jaxi.register(
     active_p,
     meaning=_active,
     params=ActiveLanes._fields,
-    abstract_eval=lambda *avals, **params: jax.make_jaxpr(partial(_active, **params))(*avals).out_avals,
     batch=batch_if_mapped(active_p, batch_expanded(_active)),
 )
 
@@ -222,18 +220,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
 
     Operands are `active, first, x`, all with an axis of lanes behind `batch_axes` others; only `x` has a tangent.
     """
-    out, _, tangents_later = _linearize(list(map(jaxi.is_nonzero, tangents)), *primals, **params)
-    return out, tangents_later(*tangents)
-
-
-def _linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
-    """The derivative as `_jvp` has it. It is linear in the tangent of `x`, and needs to know who is active."""
-    out, active = fill_inactive_p.bind(*operands, **params), operands[0]
-
-    def tangents_later(_active: Any, _first: Any, tangent: Any) -> Any:
-        return _of_active(active, tangent) if jaxi.is_nonzero(tangent) else ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    return out, nonzero[2], tangents_later
+    out, tangent = fill_inactive_p.bind(*primals, **params), tangents[2]
+    if not jaxi.is_nonzero(tangent):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _of_active(primals[0], tangent)
 
 
 def _transpose(ct: Any, active: Any, _first: Any, x: Any, **_: Any) -> list[Any]:
@@ -260,9 +250,7 @@ jaxi.register(
     fill_inactive_p,
     meaning=filled,
     params=["batch_axes", "when"],
-    abstract_eval=lambda *avals, **params: jax.make_jaxpr(partial(filled, **params))(*avals).out_avals[0],
     jvp=_jvp,
-    linearize=_linearize,
     transpose=_transpose,
     batch=batch_if_mapped(fill_inactive_p, _batch),
 )

@@ -175,10 +175,6 @@ def operands_where(active: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return [rows, jnp.where(active, place, beyond), *rest]
 
 
-def _types_of(meaning: Callable[..., list[Any]], *avals: Any, **params: Any) -> list[Any]:
-    return jax.make_jaxpr(partial(meaning, **params))(*avals).out_avals
-
-
 def appends(eqn: Any) -> bool:
     """Whether a `put` writes a row that has not been read or written before."""
     return eqn.params["appends"]
@@ -290,7 +286,6 @@ for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
         _primitive,
         meaning=_meaning,
         params=_params,
-        abstract_eval=partial(_types_of, _meaning),
         linear_in=_linear_in,
         transpose=_transpose,
         batch=batch_if_mapped(_primitive, _batch),

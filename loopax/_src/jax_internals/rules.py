@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax._src import checkify as _checkify
 from jax._src import core as _core
+from jax._src import linear_util as lu
+from jax._src.api_util import debug_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import remat as _remat
 from jax.experimental import jet
@@ -150,75 +152,45 @@ def new_primitive(name: str) -> Primitive:
     return primitive
 
 
+Rule = Callable[..., Any] | None
+
+
 def register(
     primitive: Primitive,
     *,
-    meaning: Callable[..., Any] | None = None,
-    params: Sequence[str] = (),
-    impl: Callable[..., Any] | None = None,
-    lowering: Callable[..., Any] | None = None,
-    abstract_eval: Callable[..., Any] | None = None,
-    effectful_abstract_eval: Callable[..., Any] | None = None,
-    expected: Callable[..., Any] | None = None,
-    jvp: Callable[..., Any] | None = None,
-    linearize: Callable[..., Any] | None = None,
+    # (*operands, **p) -> results: the primitive as a function of JAX, run by `jax.jit` and compiled by tracing it.
+    meaning: Rule = None,
+    params: Sequence[str] = (),  # the names of the primitive's parameters, for `jax.jit`
+    # How the primitive is run, and compiled, where it has no `meaning`; with one, `impl` may run it otherwise.
+    impl: Rule = None,
+    lowering: Rule = None,
+    abstract_eval: Rule = None,  # (*types, **p) -> types of results; if nothing is given, those of its `meaning`
+    effectful_abstract_eval: Rule = None,  # (*types, **p) -> (types of results, effects), in its place
+    # (*types, **p) -> [(name of a group, types expected, types given), ...], for `check_jaxpr`. If nothing is given,
+    # operands fit if `abstract_eval` takes them.
+    expected: Rule = None,
+    jvp: Rule = None,  # (primals, tangents, **p) -> (results, tangents of results)
+    # (nonzero, *operands, **p) -> (results, nonzero, linear). `nonzero` says which operands have a tangent, and in the
+    # answer, which results have one. `linear(*tangents)` gives the tangents of all results, from those of all operands;
+    # where there is none, a tangent is an `ad.Zero`. If nothing is given, it follows from `jvp`.
+    linearize: Rule = None,
+    # The operands in which the primitive is linear, all its results in all of them, by position, or a function of the
+    # operands that gives their positions. In the place of `jvp`: the primitive is applied to their tangents, and to the
+    # other operands as they are.
     linear_in: LinearIn | None = None,
-    transpose: Callable[..., Any] | None = None,
-    partial_eval: Callable[..., Any] | None = None,
-    partial_eval_custom: Callable[..., Any] | None = None,
-    rematerialize: Callable[..., Any] | None = None,
-    dce: Callable[..., Any] | None = None,
-    batch: Callable[..., Any] | None = None,
-    batch_without_axis: Callable[..., Any] | None = None,
+    transpose: Rule = None,  # (cotangents, *operands, **p) -> theirs, None for what is no `UndefinedPrimal`
+    partial_eval: Rule = None,  # (trace, *tracers, **p) -> results: runs what is known, stages the rest
+    # The same under `jax.checkpoint`: (saveable, unknown, instantiated, eqn) -> (known equation, staged equation,
+    # unknown results, instantiated results, operands to store).
+    partial_eval_custom: Rule = None,
+    # (*operands, **p) -> results: how a reverse pass through `jax.checkpoint` evaluates the primitive again, under
+    # JAX's flag `jax_remat3`; as it is, if nothing is given. Nothing is stored, whatever the checkpoint's policy.
+    rematerialize: Rule = None,
+    dce: Rule = None,  # (used results, [live operands, from JAX 0.12 on,] eqn) -> (used operands, equation)
+    batch: Rule = None,  # (axis, operands, dimensions, **p) -> (results, their dimensions)
+    batch_without_axis: Rule = None,  # (operands, dimensions, **p) -> (results, their dimensions), in its place
 ) -> None:
-    """Tell JAX all that a primitive does. To be called once for a primitive.
-
-    Parameters
-    ----------
-    primitive
-        The primitive. `p` are its parameters, below.
-    meaning
-        `(*operands, **p) -> results`: the primitive as a function of JAX, which is run by `jax.jit` and compiled by
-        tracing it.
-    params
-        The names of the primitive's parameters, for `jax.jit`.
-    impl, lowering
-        How the primitive is run, and compiled, where it has no `meaning`; with one, `impl` may run it otherwise.
-    abstract_eval
-        `(*types, **p) -> types of results`.
-    effectful_abstract_eval
-        `(*types, **p) -> (types of results, effects)`, in its place.
-    expected
-        `(*types, **p) -> [(name of a group, types expected, types given), ...]`, for `check_jaxpr`. If nothing is
-        given, operands fit if `abstract_eval` takes them.
-    jvp
-        `(primals, tangents, **p) -> (results, tangents of results)`.
-    linearize
-        `(nonzero, *operands, **p) -> (results, nonzero, linear)`. `nonzero` says which operands have a tangent, and in
-        the answer, which results have one. `linear(*tangents)` gives the tangents of all results, from those of all
-        operands; where there is none, a tangent is an `ad.Zero`.
-    linear_in
-        The operands in which the primitive is linear, all its results in all of them, by position, or a function of the
-        operands that gives their positions. In the place of `jvp` and `linearize`: the primitive is applied to their
-        tangents, and to the other operands as they are.
-    transpose
-        `(cotangents, *operands, **p) -> cotangents of operands`, None for those that are no `UndefinedPrimal`.
-    partial_eval
-        `(trace, *tracers, **p) -> results`: runs what is known, stages the rest.
-    partial_eval_custom
-        The same under `jax.checkpoint`: `(saveable, unknown, instantiated, eqn) -> (known equation, staged equation,
-        unknown results, instantiated results, operands to store)`.
-    rematerialize
-        `(*operands, **p) -> results`: how a reverse pass through `jax.checkpoint` evaluates the primitive again, under
-        JAX's flag `jax_remat3`; as it is, if nothing is given. Nothing is stored, whatever the checkpoint's policy.
-    dce
-        `(used results, [live operands,] eqn) -> (used operands, equation)`; live ones are given from JAX 0.12 on.
-    batch
-        `(axis, operands, dimensions, **p) -> (results, their dimensions)`.
-    batch_without_axis
-        `(operands, dimensions, **p) -> (results, their dimensions)`, in its place.
-
-    """
+    """Tell JAX all that a primitive does, whose parameters are `p`. To be called once for a primitive."""
     own_primitives.append(primitive)
     if meaning is not None:
         meaning = varying_as_needed(meaning)
@@ -230,21 +202,23 @@ def register(
 
         impl = unchecked
         lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
+        abstract_eval = abstract_eval or partial(_types_of, primitive, meaning)
     if linear_in is not None:
         positions = linear_in if callable(linear_in) else lambda _: linear_in
-        jvp, linearize = _linear_rules(primitive, positions)
+        jvp = partial(_jvp_of_linear, primitive, positions)
     for definition, rule in (
         (primitive.def_impl, impl),
-        (primitive.def_abstract_eval, abstract_eval),
+        (primitive.def_abstract_eval, None if effectful_abstract_eval else abstract_eval),
         (primitive.def_effectful_abstract_eval, effectful_abstract_eval),
         (partial(mlir.register_lowering, primitive), lowering),
     ):
         if rule is not None:
             definition(rule)
-    tables: list[tuple[Any, Callable[..., Any] | None]] = [
+    by_jvp = jvp and partial(_ad.fallback_linearize_rule, primitive)  # as JAX does where there is no rule: not public
+    tables: list[tuple[Any, Rule]] = [
         (_core.custom_typechecks, partial(_check_types, expected, primitive)),
         (ad.primitive_jvps, jvp),
-        (_ad.primitive_linearizations, linearize and partial(_linearize, linearize)),
+        (_ad.primitive_linearizations, partial(_linearize, linearize) if linearize else by_jvp),
         (ad.primitive_transposes, transpose),
         (pe.custom_partial_eval_rules, partial_eval),
         (pe.partial_eval_jaxpr_custom_rules, partial_eval_custom),
@@ -258,7 +232,12 @@ def register(
             table[primitive] = varying_as_needed(rule)
 
 
-def _check_types(rule: Callable[..., Any] | None, primitive: Primitive, _: Any, /, *atoms: Any, **params: Any) -> Any:
+def _types_of(primitive: Primitive, meaning: Callable[..., Any], *types: Any, **params: Any) -> Any:
+    found = jax.make_jaxpr(partial(meaning, **params))(*types).out_avals
+    return found if primitive.multiple_results else found[0]
+
+
+def _check_types(rule: Rule, primitive: Primitive, _: Any, /, *atoms: Any, **params: Any) -> Any:
     """The types of the results and the effects, if the primitive takes operands of these types.
 
     JAX hands over variables and constants, behind a function that names them in errors.
@@ -285,6 +264,14 @@ def _linearize(rule: Callable[..., Any], _: bool, nonzero: Sequence[bool], *oper
     return results, nonzero_results, (), lambda _residuals, *tangents: linear(*tangents)
 
 
+def linearized(jvp: Callable[..., Any], nonzero: Sequence[bool], *operands: Any, **params: Any) -> Any:
+    """The linearisation that follows from a jvp, both as `register` takes them: what JAX does without a rule."""
+    called = lu.wrap_init(partial(jvp, **params), debug_info=debug_info("linearized", jvp, operands, {}))
+    found: Any = _ad.linearize_from_jvp(called, True, nonzero, False, False, operands, {})
+    results, nonzero_results, residuals, *others, linear = found  # from JAX 0.11.1 on, there are others
+    return results, nonzero_results, lambda *tangents: linear(residuals, *others, *tangents)
+
+
 def _rematerialize(primitive: Primitive, again: Callable[..., Any], _: Any, /, *operands: Any, **params: Any) -> Any:
     """The rule as JAX calls it: results, nothing stored, and how they are evaluated again."""
     results = primitive.bind(*operands, **params)
@@ -293,29 +280,16 @@ def _rematerialize(primitive: Primitive, again: Callable[..., Any], _: Any, /, *
     return results, lambda *operands: again(*operands, **params)
 
 
-def _linear_rules(primitive: Primitive, positions: Positions) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The jvp and the linearisation of a primitive that is linear in its operands at these positions."""
-
-    def of_tangents(results: Any, primals: Any, tangents: Any, params: dict[str, Any]) -> Any:
-        if not any(is_nonzero(tangents[i]) for i in positions(primals)):
-            return jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), results)
-        # Before: the linear operands and the others. After: tangents of the linear operands, and the others as they are
-        operands = list(primals)
-        for i in positions(primals):
-            operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
-        return primitive.bind(*operands, **params)
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        results = primitive.bind(*primals, **params)
-        return results, of_tangents(results, primals, tangents, params)
-
-    def linearize(nonzero: Any, *primals: Any, **params: Any) -> Any:
-        results = primitive.bind(*primals, **params)
-        has_tangent = any(nonzero[i] for i in positions(primals))
-        nonzero_results = [has_tangent] * len(results) if primitive.multiple_results else has_tangent
-        return results, nonzero_results, lambda *tangents: of_tangents(results, primals, tangents, params)
-
-    return jvp, linearize
+def _jvp_of_linear(primitive: Primitive, positions: Positions, primals: Any, tangents: Any, **params: Any) -> Any:
+    """The jvp of a primitive that is linear in its operands at these positions."""
+    results, linear = primitive.bind(*primals, **params), positions(primals)
+    if not any(is_nonzero(tangents[i]) for i in linear):
+        return results, jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), results)
+    # Before: the linear operands and the others. After: tangents of the linear operands, and the others as they are
+    operands = list(primals)
+    for i in linear:
+        operands[i] = tangents[i] if is_nonzero(tangents[i]) else zeros(jax.typeof(primals[i]))
+    return results, primitive.bind(*operands, **params)
 
 
 def _refuse_jet(*_: Any, **__: Any) -> None:

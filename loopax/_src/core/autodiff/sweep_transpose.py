@@ -36,7 +36,7 @@ from loopax._src.core.ir.reverse_sweep import (
     step_expected,
 )
 from loopax._src.core.jaxpr.dependence import dependence, step_limits, to_bits
-from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.types import Expected, batch_if_mapped
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -382,7 +382,6 @@ jaxi.register(
     abstract_eval=_abstract,
     expected=_expected,
     jvp=jvp_expanded(_whole),
-    linearize=linearize_expanded(_whole),
     transpose=_transpose,
     batch=batch_if_mapped(linear_sweep_p, batch_expanded(_whole)),
 )

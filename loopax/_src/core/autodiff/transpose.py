@@ -25,7 +25,7 @@ from loopax._src.core.ir.linear_loop import (
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, part_of_inverse, run, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.jaxpr.dependence import needed_inputs, step_limits
-from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import (
     Groups,
@@ -248,7 +248,6 @@ jaxi.register(
     abstract_eval=linear_abstract_eval,
     expected=linear_expected,
     jvp=jvp_expanded(whole_loop),
-    linearize=linearize_expanded(whole_loop),
     transpose=_transpose,
     batch=batch_if_mapped(linear_loop_p, batch_expanded(whole_loop)),
 )

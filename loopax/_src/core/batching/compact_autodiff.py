@@ -28,13 +28,12 @@ from loopax._src.core.batching.compact_primitive import (
     compact_vmap_of,
     compact_vmap_p,
     jvp_of_program,
-    linearize_program,
 )
 from loopax._src.core.batching.compact_stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, part_of_inverse
 from loopax._src.core.jaxpr.dependence import dependence, to_bits
-from loopax._src.core.jaxpr.evaluate import linearize_expanded
+from loopax._src.core.jaxpr.evaluate import jvp_expanded
 from loopax._src.core.jaxpr.util import (
     append_each,
     calls_custom_vjp,
@@ -173,7 +172,7 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     """
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
-        return linearize_program(nonzero, *operands, **params)
+        return jaxi.linearized(jvp_of_program, nonzero, *operands, **params)
     loop, perturbed = inner.static, map_leaves(bool, inner.static.inputs(nonzero[2:]))
     refuse_effects(loop.body)
     if _acts_in_custom(loop.body):
@@ -187,7 +186,7 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
         out = loop.results(compact_vmap_p.bind(*operands, **params))
     outputs = perturbed_outputs(loop, perturbed)
     program, values = _again_in_groups(inner, outputs, operands, out.num_steps)
-    _, depends, linear = linearize_expanded(jaxpr_as_fun(program))(nonzero, *values)
+    _, depends, linear = jaxi.linearized(jvp_expanded(jaxpr_as_fun(program)), nonzero, *values)
     mask, flags = [False, *flatten(outputs), *(False for _ in (*out.saved, *out.checkpoint_rows))], iter(depends)
 
     def tangents_of(*tangents: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from loopax._src.core.batching.lockstep import hull, lockstep_sweep
 from loopax._src.core.ir.annotations import strip_progress
 from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep
-from loopax._src.core.jaxpr.evaluate import jvp_expanded, linearize_expanded
+from loopax._src.core.jaxpr.evaluate import jvp_expanded
 from loopax._src.core.jaxpr.types import (
     Axis,
     Expected,
@@ -172,7 +172,6 @@ def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) ->
 
 
 jvp_of_program = jvp_expanded(evaluate_batch)
-linearize_program = linearize_expanded(evaluate_batch)
 
 
 def compact_vmap_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:

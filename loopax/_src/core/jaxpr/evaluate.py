@@ -9,8 +9,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs, map_programs, trace
-from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
+from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs, map_programs
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 # Functions with derivatives of their own, evaluated in another way: so are their rules, which JAX traces later.
 
@@ -178,41 +178,5 @@ def jvp_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
     def rule(primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any) -> Any:
         dots = {i: dot for i, dot in enumerate(tangents) if jaxi.is_nonzero(dot)}
         return jax.jvp(_of_some(partial(function, **params), primals), ({i: primals[i] for i in dots},), (dots,))
-
-    return rule
-
-
-def linearize_expanded(function: Callable[..., list[Any]]) -> Callable[..., Any]:
-    """A linearisation rule: the derivative of the expansion, evaluated partially, for tangents come later."""
-
-    def rule(nonzero: Sequence[bool], /, *primals: Any, **params: Any) -> Any:
-        num_primals, perturbed = len(primals), [i for i, flag in enumerate(nonzero) if flag]
-        found = list[int]()  # results with a tangent
-
-        def on_pairs(*flat: Any) -> list[Any]:
-            values, dots = flat[:num_primals], dict(zip(perturbed, flat[num_primals:], strict=True))
-            of_perturbed = _of_some(partial(function, **params), values)
-            results, tangents = jax.jvp(of_perturbed, ({i: values[i] for i in perturbed},), (dots,))
-            found[:] = [i for i, tangent in enumerate(tangents) if jaxi.is_nonzero(tangent)]
-            return [*results, *(tangents[i] for i in found)]
-
-        types = [jax.typeof(x) for x in primals]
-        pairs = trace(on_pairs, [*types, *(types[i].to_tangent_aval() for i in perturbed)])
-        later = [False] * num_primals + [True] * len(perturbed)
-        known, linear_part, is_later = jaxi.partial_eval_jaxpr(pairs, later, [False] * len(pairs.out_avals))
-        # Before: [*primals, *tangents] -> [*results, *tangents of some results]
-        # After: known: [*primals] -> [*results, *tangents that depend on none, *residuals]
-        #        linear part: [*residuals, *tangents] -> [*the other tangents]
-        num_results = len(is_later) - len(found)
-        values = jaxpr_as_fun(known)(*primals)
-        results, residuals = values[:num_results], values[is_later.count(False) :]
-        depends = [i for i, flag in zip(found, is_later[num_results:], strict=True) if flag]
-
-        def linear(*tangents: Any) -> list[Any]:
-            dots = jaxpr_as_fun(linear_part)(*residuals, *(tangents[i] for i in perturbed))
-            dots = dict(zip(depends, dots, strict=True))
-            return [dots.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(results)]
-
-        return results, [i in depends for i in range(num_results)], linear
 
     return rule
