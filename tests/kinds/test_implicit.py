@@ -300,14 +300,14 @@ OF_Z = Implicit(fixed_point=lambda c: c[0])
 def _iterations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each linear system of a lane takes."""
     found: list[int] = []
-    run = linear_solver.run
+    run_function = linear_solver.run_function
 
-    def counted(*args: Any) -> Any:
-        out = run(*args)
+    def counted(*args: Any, **asked: Any) -> Any:
+        out = run_function(*args, **asked)
         jax.debug.callback(lambda steps: found.extend(np.ravel(steps).tolist()), out.num_steps)
         return out
 
-    monkeypatch.setattr(linear_solver, "run", counted)
+    monkeypatch.setattr(linear_solver, "run_function", counted)
     return found
 
 

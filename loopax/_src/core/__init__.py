@@ -5,6 +5,7 @@ core/nested_lanes, core/queue, jax_internals.
 """
 
 from loopax._src.core import rules
+from loopax._src.core.batching.groups import run_function
 from loopax._src.core.buffer_versions import run_with_tape
 from loopax._src.core.ir.annotations import UNNAMED, DebugInfo, Names, Reporting
 from loopax._src.core.ir.kind import (
@@ -74,6 +75,7 @@ __all__ = [
     "run_by",
     "run_chunk",
     "run_free",
+    "run_function",
     "run_queue",
     "run_with_tape",
     "runs_plainly",

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core import BoundLoop, Derivative, Kind, LoopCall, LoopInputs, Outcome
+from loopax._src.core import Derivative, Kind, LoopCall, Outcome
+from loopax._src.core.ir.loop import unchanged
 from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.kinds.every_step import Lax
-from loopax._src.kinds.linear_solver import is_solver, solve_with
+from loopax._src.kinds.linear_solver import is_solver, solve
 from loopax._src.kinds.steps import explained, jvp
 from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
 from loopax._src.pytrees.static import positive_float
@@ -36,19 +37,52 @@ class FixedPoint:
 
     @classmethod
     def of(cls, call: LoopCall, function: Callable[[Any], Any] | None) -> "FixedPoint":
-        """As the user's function says; without one, all leaves that have derivatives and change are unknowns."""
-        low, high, *inputs = call.operands
-        is_constant = BoundLoop.of(call.loop, low, high, LoopInputs(*inputs)).fixed
+        """As the user's function says; without one, all leaves that have derivatives and change are unknowns.
+
+        Constants are no unknowns, also if the function returns them.
+        """
+        is_constant = unchanged(call.loop)
         is_real = tuple(map(jaxi.has_tangents, call.loop.input_avals.carry))
-        if function is not None:
-            return cls(call, is_real, is_constant, *_of_function(call, function, is_constant))
-        if not any(is_real):
-            raise ValueError(
-                f"{call.where}: derivative=Implicit() is that of a fixed point, and no leaf of the carry is real or "
-                "complex. Leave the derivative out."
+        if function is None:
+            if not any(is_real):
+                raise ValueError(
+                    f"{call.where}: derivative=Implicit() is that of a fixed point, and no leaf of the carry is real "
+                    "or complex. Leave the derivative out."
+                )
+            changing = tuple(real and not constant for real, constant in zip(is_real, is_constant, strict=True))
+            return cls(call, is_real, is_constant, changing, [], None)
+        where, results = f"Implicit(fixed_point=...), called with a carry of {call.where}", list[Any]()
+
+        def flat(*carry: Any) -> list[Any]:
+            results.append(function(call.unpack(carry)))
+            return jax.tree.leaves(results[0])
+
+        raw = jax.make_jaxpr(flat)(*call.loop.input_avals.carry)
+        carry, out, result = raw.invars, raw.outvars, results[0]
+        is_pair = isinstance(result, tuple) and len(result) == 2 and same_structure(*map(jax.tree.structure, result))
+        half = len(out) // 2 if is_pair and not all(leaf in carry for leaf in out) else len(out)
+        unknowns, residual = out[:half], out[half:]
+        if not unknowns or not all(leaf in carry and jaxi.has_tangents(leaf.aval) for leaf in unknowns):
+            raise TypeError(
+                f"{where}: got a result that is not made of real or complex leaves of the carry, as they came. Return "
+                "these, as a pytree, or a pair of them and of a residual of the same structure: lambda val: (val.x, "
+                "val.x - f(val.x))."
             )
-        changing = tuple(real and not constant for real, constant in zip(is_real, is_constant, strict=True))
-        return cls(call, is_real, is_constant, changing, [], None)
+        for leaf, zero in zip(unknowns, residual, strict=False):
+            if (leaf.aval.shape, leaf.aval.dtype) != (zero.aval.shape, zero.aval.dtype):
+                raise TypeError(
+                    f"{where}: got a residual of {type_in_words(zero.aval)} for a leaf of {type_in_words(leaf.aval)}. "
+                    "They must have the same shape and dtype."
+                )
+        is_unknown = tuple(leaf in unknowns and not fixed for leaf, fixed in zip(carry, is_constant, strict=True))
+        # Before: (*carry) -> (*unknowns, *residual), as the user orders them
+        # After: (*extras, *carry) -> residual, in the order of the carry
+        if not residual:
+            return cls(call, is_real, is_constant, is_unknown, [], None)
+        in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]
+        whole, extras = jaxi.open_constants(raw)
+        user_residual = jaxi.replace_jaxpr(whole, whole.invars, in_order)
+        return cls(call, is_real, is_constant, is_unknown, extras, user_residual)
 
     @property
     def is_other(self) -> Mask:
@@ -90,45 +124,6 @@ def raveled(arrays: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
         return list(map(of_piece, jnp.split(vector, ends[:-1]), arrays))
 
     return jnp.concatenate([jaxi.convert(jaxi.to_device(x), dtype).ravel() for x in arrays]), unravel
-
-
-def _of_function(
-    call: LoopCall, function: Callable[[Any], Any], is_constant: Mask
-) -> tuple[Mask, list[Any], ClosedJaxpr | None]:
-    """Which leaves are the unknowns, what the function closes over, and its residual if it has one.
-
-    Constants are no unknowns, also if the function returns them.
-    """
-    results: list[Any] = []
-
-    def flat(*carry: Any) -> list[Any]:
-        results.append(function(call.unpack(carry)))
-        return jax.tree.leaves(results[0])
-
-    raw = jax.make_jaxpr(flat)(*call.loop.input_avals.carry)
-    carry, out, result = raw.invars, raw.outvars, results[0]
-    is_pair = isinstance(result, tuple) and len(result) == 2 and same_structure(*map(jax.tree.structure, result))
-    half = len(out) // 2 if is_pair and not all(leaf in carry for leaf in out) else len(out)
-    unknowns, residual = out[:half], out[half:]
-    if not unknowns or not all(leaf in carry and jaxi.has_tangents(leaf.aval) for leaf in unknowns):
-        raise TypeError(
-            f"Implicit(fixed_point=...), called with a carry of {call.where}: got a result that is not made of real or "
-            "complex leaves of the carry, as they came. Return these, as a pytree, or a pair of them and of a residual "
-            "of the same structure: lambda val: (val.x, val.x - f(val.x))."
-        )
-    for leaf, zero in zip(unknowns, residual, strict=False):
-        if (leaf.aval.shape, leaf.aval.dtype) != (zero.aval.shape, zero.aval.dtype):
-            raise TypeError(
-                f"Implicit(fixed_point=...), called with a carry of {call.where}: got a residual of "
-                f"{type_in_words(zero.aval)} for a leaf of {type_in_words(leaf.aval)}. They must have the same shape "
-                "and dtype."
-            )
-    is_unknown = tuple(leaf in unknowns and not fixed for leaf, fixed in zip(carry, is_constant, strict=True))
-    if not residual:
-        return is_unknown, [], None
-    in_order = [residual[unknowns.index(leaf)] for leaf in select(is_unknown, carry)]
-    whole, extras = jaxi.open_constants(raw)
-    return is_unknown, extras, jaxi.replace_jaxpr(whole, whole.invars, in_order)
 
 
 _RTOL = 1e-3
@@ -287,8 +282,8 @@ class Implicit(Derivative):
         vector, unravel = raveled(b)
         # Typed as the system is under `jax.shard_map`, for so they come to be typed where they are residuals.
         num_steps, reached = (jaxi.vary_like(x, jax.typeof(vector)) for x in (num_steps, reached))
-        solve = solve_with(self.linear_solver, fixed_point.call, num_steps, self.rtol, reached)
-        x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solve, solve)
+        solver = partial(solve, self.linear_solver, fixed_point.call, num_steps, self.rtol, reached)
+        x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solver, solver)
         of_unknowns = [-dot for dot in unravel(x)]
         if not any(fixed_point.is_other):
             return of_unknowns

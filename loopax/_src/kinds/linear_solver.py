@@ -2,32 +2,19 @@
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from loopax._src.core import Decided, Loop, LoopCall, NoReverseMode, run
-from loopax._src.core.jaxpr.types import settled
-from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list
-from loopax._src.jax_internals import open_constants, replace_jaxpr, vary_like
+from loopax._src.core import Decided, LoopCall, NoReverseMode, run_function
+from loopax._src.core.jaxpr.util import MOST_STEPS
 
 # The iteration may take this many times the steps of the loop, and so many more: it converges as the loop did.
 _STEPS = 10
 _MORE_STEPS = 1000
 
 Matvec = Callable[[Any], Any]
-
-
-def solve_with(solver: Any, call: LoopCall, num_steps: Any, rtol: float, reached: Any) -> Callable[[Matvec, Any], Any]:
-    """The solver of an `Implicit(linear_solver=solver)`, for a loop that took so many steps.
-
-    `reached` is how far from a fixed point the loop has ended, relative to it.
-    """
-    if solver is None:
-        return partial(iterate, call, num_steps, reached)
-    return partial(_by_lineax, solver, call) if _is_of_lineax(solver) else partial(_by_function, solver, call, rtol)
 
 
 def is_solver(solver: Any) -> bool:
@@ -41,7 +28,43 @@ def _is_of_lineax(solver: Any) -> bool:
     return lineax is not None and isinstance(solver, lineax.AbstractLinearSolver)
 
 
-def iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any) -> Any:
+def solve(solver: Any, call: LoopCall, num_steps: Any, rtol: float, reached: Any, matvec: Matvec, b: Any) -> Any:
+    """Solve the system of an `Implicit(linear_solver=solver)`, for a loop that took so many steps.
+
+    `reached` is how far from a fixed point the loop has ended, relative to it.
+    """
+    what, size, failed = "derivative=Implicit() solves a linear system by ", jnp.linalg.norm(b), None
+    if solver is None:
+        x, residual, failed = _iterate(call, num_steps, reached, matvec, b)
+        message = (
+            f"{what}a fixed-point iteration, which did not converge in {_STEPS} times the steps of the loop and "
+            f"{_MORE_STEPS} more{{amount}}. Either the Jacobian of the body has an eigenvalue near one or beyond, and "
+            "the fixed point no derivative; or the loop converges in another way than by contraction, and needs "
+            "another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
+        )
+    elif _is_of_lineax(solver):
+        lineax = sys.modules["lineax"]
+        operator = lineax.FunctionLinearOperator(matvec, jax.ShapeDtypeStruct(b.shape, b.dtype))
+        solution = lineax.linear_solve(operator, b, solver, throw=False)
+        x, failed = solution.value, solution.result != lineax.RESULTS.successful
+        residual = b - matvec(x)
+        message = (
+            f"{what}{type(solver).__name__}, which failed{{amount}}. The Jacobian of the body may have an eigenvalue "
+            "near one, and the fixed point no derivative; or the solver needs more steps or a wider tolerance."
+        )
+    else:
+        result = solver(matvec, b)
+        x = result[0] if isinstance(result, tuple) else result  # those of JAX also return whether they have converged
+        residual = b - matvec(x)
+        message = (
+            f"{what}a function of the user, whose residual is more than {rtol:g} of b{{amount}}. The Jacobian of the "
+            "body may have an eigenvalue near one, and the fixed point no derivative; or the solver needs more steps."
+        )
+    relative = jnp.linalg.norm(residual) / jnp.where(size == 0, 1, size)
+    return call.checked(x, ~(relative <= rtol) if failed is None else failed, message, relative)
+
+
+def _iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any) -> tuple[Any, Any, Any]:
     """Solve A x = b by x <- x + r, r the residual, which converges where all eigenvalues of 1 - A are less than one.
 
     The residual of the next x is r - A r, and so is known to the rounding of r, however small that is. Computed as
@@ -61,58 +84,9 @@ def iterate(call: LoopCall, num_steps: Any, reached: Any, matvec: Matvec, b: Any
     most = jnp.minimum(num_steps, (MOST_STEPS - _MORE_STEPS) // _STEPS) * _STEPS + _MORE_STEPS
     residual = b - matvec(b)
     carry = [is_above(tolerance, b, residual), b, residual]
-    opened, consts = open_constants(settled(step, INDEX, list(map(jax.typeof, carry)), []))
-    given, (row, *leaves) = split_list(opened.invars, [len(consts)])
-    carry = list(map(vary_like, carry, opened.out_avals))
-    loop = Loop(
-        replace_jaxpr(opened, [row, *given, *leaves], opened.outvars),
-        num_consts=len(consts),
-        num_carry=len(carry),
-        bound=None,
-        reverse=False,
-        predicated=True,
-        unroll=1,
-        kind=Decided(NoReverseMode(AssertionError, "a solver is not differentiated")),
-        lanes=call.loop.lanes,  # they leave as those of the user's loop do
-    )
-    _, x, residual = run(loop, jnp.int32(0), jnp.int32(MOST_STEPS), consts, carry, []).carry
-    message = (
-        "derivative=Implicit() solves a linear system by a fixed-point iteration, which did not converge "
-        f"in {_STEPS} times the steps of the loop and {_MORE_STEPS} more{{amount}}. Either the Jacobian of the body "
-        "has an eigenvalue near one or beyond, and the fixed point no derivative; or the loop converges in another way "
-        "than by contraction, and needs another solver: Implicit(linear_solver=lineax.GMRES(rtol=1e-6, atol=1e-6))."
-    )
+    # They leave as those of the user's loop do.
+    kind = Decided(NoReverseMode(AssertionError, "a solver is not differentiated"))
+    _, x, residual = run_function(step, carry, bound=None, predicated=True, kind=kind, lanes=call.loop.lanes).carry
     # An iteration that diverged ends where the norm of x is infinite, and that of the residual too, or NaN.
     is_solved = ~is_above(jnp.maximum(tolerance, reached), x, residual) & jnp.isfinite(jnp.linalg.norm(residual))
-    return call.checked(x, ~is_solved, message, _relative(residual, b))
-
-
-def _by_lineax(solver: Any, call: LoopCall, matvec: Matvec, b: Any) -> Any:
-    lineax = sys.modules["lineax"]
-    operator = lineax.FunctionLinearOperator(matvec, jax.ShapeDtypeStruct(b.shape, b.dtype))
-    solution = lineax.linear_solve(operator, b, solver, throw=False)
-    message = (
-        f"derivative=Implicit() solves a linear system by {type(solver).__name__}, which "
-        "failed{amount}. The Jacobian of the body may have an eigenvalue near one, and the fixed point no derivative; "
-        "or the solver needs more steps or a wider tolerance."
-    )
-    failed = solution.result != lineax.RESULTS.successful
-    return call.checked(solution.value, failed, message, _relative(b - matvec(solution.value), b))
-
-
-def _by_function(solver: Callable[..., Any], call: LoopCall, rtol: float, matvec: Matvec, b: Any) -> Any:
-    result = solver(matvec, b)
-    x = result[0] if isinstance(result, tuple) else result  # those of JAX also return whether they have converged
-    relative = _relative(b - matvec(x), b)
-    message = (
-        "derivative=Implicit() solves a linear system by a function of the user, whose "
-        f"residual is more than {rtol:g} of b{{amount}}. The Jacobian of the body may have an eigenvalue near one, and "
-        "the fixed point no derivative; or the solver needs more steps."
-    )
-    return call.checked(x, ~(relative <= rtol), message, relative)
-
-
-def _relative(residual: Any, b: Any) -> Any:
-    """The norm of the residual relative to that of b."""
-    size = jnp.linalg.norm(b)
-    return jnp.linalg.norm(residual) / jnp.where(size == 0, 1, size)
+    return x, residual, ~is_solved

@@ -20,14 +20,13 @@ from loopax._src.core import (
     LoopOperands,
     Outcome,
     WalkBack,
-    run,
+    run_function,
 )
 from loopax._src.core.buffer_versions import buffers, keep_rows
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.loop import needed_by_inverse, num_recorded
-from loopax._src.core.jaxpr.types import settled
-from loopax._src.core.jaxpr.util import Mask, either, forwarded_from, merge_lists, reject, select, split_list, trace
-from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, replace_jaxpr, to_device, vary_like
+from loopax._src.core.ir.loop import asked_as, needed_by_inverse, num_recorded, unchanged
+from loopax._src.core.jaxpr.util import Mask, either, merge_lists, of_selected, reject, select, split_list, trace
+from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, to_device
 from loopax._src.kinds.every_step import Bounded
 from loopax._src.kinds.steps import NumberedSteps, in_windows
 from loopax._src.pytrees.leaves import describe
@@ -57,21 +56,17 @@ def largest_difference(given: Sequence[Any], found: Sequence[Any], after: Sequen
     sizes = [jnp.maximum(largest(a), largest(c)) if has_tangents(a) else jnp.float32(0) for a, c in pairs]
     widest = max((size.dtype for size in sizes), key=lambda dtype: dtype.itemsize, default=jnp.float32)
     of_all = jnp.stack([jnp.zeros((), widest), *(size.astype(widest) for size in sizes)]).max()
-    none = Difference(jnp.float32(0), jnp.float32(0))
-    leaves = [none, *(_difference(*each, of_all) for each in zip(given, found, sizes, strict=True))]
+    zero = jnp.float32(0)
+    leaves = [Difference(zero, zero)]
+    for a, b, size in zip(given, found, sizes, strict=True):
+        if has_tangents(a):
+            eps, amount = float(jnp.finfo(a.dtype).eps), largest(a - b)
+            ratio = relative(amount, jnp.maximum(eps**EXPONENT * size, (eps * of_all).astype(size.dtype)))
+            leaves.append(Difference(ratio.astype(jnp.float32), relative(amount, size).astype(jnp.float32)))
+        else:  # infinite for integers that differ
+            leaves.append(Difference(*[jnp.where((a != b).any(), jnp.float32(jnp.inf), zero)] * 2))
     ratios, amounts = map(jnp.stack, zip(*leaves, strict=True))
     return Difference(ratios.max(), amounts[ratios.argmax()])
-
-
-def _difference(given: Any, found: Any, size: Any, of_all: Any) -> Difference:
-    """Of one leaf; infinite for integers that differ."""
-    if not has_tangents(given):
-        wrong = jnp.where((given != found).any(), jnp.float32(jnp.inf), jnp.float32(0))
-        return Difference(wrong, wrong)
-    eps = float(jnp.finfo(given.dtype).eps)
-    amount = largest(given - found)
-    ratio = relative(amount, jnp.maximum(eps**EXPONENT * size, (eps * of_all).astype(size.dtype)))
-    return Difference(ratio.astype(jnp.float32), relative(amount, size).astype(jnp.float32))
 
 
 def largest(x: Any) -> Any:
@@ -125,7 +120,7 @@ def _first_step(call: LoopCall) -> Difference:
     num_rows = num_recorded(loop.body, loop.inverse)
 
     def there_and_back(row: Any, *inputs: Any) -> list[Any]:
-        carry, _, consts, x = split_list(inputs, [loop.num_carry, 2, loop.num_consts])
+        carry, _, x = split_list(inputs, [loop.num_carry, 2])
         out = body(row, *consts, *carry, *x)
         after, recorded = loop.outputs(out).carry, out[len(out) - num_rows :]
         before = inverse(row, *consts, *after, *x, *recorded)
@@ -133,20 +128,19 @@ def _first_step(call: LoopCall) -> Difference:
         found = largest_difference(*([leaves[i] for i in compared] for leaves in (carry, before, after)))
         return [*go_on, *after[len(go_on) :], *found]
 
-    numbers, types = Difference(jnp.float32(0), jnp.float32(0)), loop.input_avals
-    leaves = [*types.carry, *map(jax.typeof, numbers)]
-    in_order = settled(there_and_back, loop.body.in_avals[0], leaves, [*types.consts, *types.xs])
-    row, changing, consts_of_it, rows = split_list(in_order.invars, [1, len(leaves), len(types.consts)])
-    carry = list(map(vary_like, [*carry, *numbers], in_order.out_avals))
-    once = loop._replace(
-        body=replace_jaxpr(in_order, [*row, *consts_of_it, *changing, *rows], in_order.outvars),
-        num_carry=loop.num_carry + 2,
-        inverse=None,
-        reporting=None,
-        debug_info=None,
-        unroll=1,
+    numbers = Difference(jnp.float32(0), jnp.float32(0))
+    out = run_function(
+        there_and_back,
+        [*carry, *numbers],
+        xs,
+        bound=loop.bound,
+        predicated=loop.predicated,
+        low=low,
+        high=high,
+        lanes=loop.lanes,
+        **asked_as(loop),
     )
-    return Difference(*run(once, low, high, consts, carry, xs).carry[-2:])
+    return Difference(*out.carry[-2:])
 
 
 def _returned(loop: Loop) -> Mask:
@@ -155,22 +149,16 @@ def _returned(loop: Loop) -> Mask:
     The condition of a loop is none to be compared.
     """
     assert loop.inverse is not None
-    inputs = [loop.inverse.invars[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.inverse, variable) for variable in loop.inverse.outvars]
-    kept = keep_rows(loop.inverse, loop.carry_range)
-    same = [a is b or keeps for a, b, keeps in zip(inputs, outputs, kept, strict=True)]
-    return tuple(same[i] or (loop.predicated and i == 0) for i in range(loop.num_carry))
+    same = either(unchanged(loop._replace(body=loop.inverse)), keep_rows(loop.inverse, loop.carry_range))
+    return (True, *same[1:]) if loop.predicated else same
 
 
 def _refuse_needed_leaves(call: LoopCall) -> None:
     """Raise where the inverse returns a leaf as it came that the body changes, and the derivative reads."""
     loop = call.loop
-    assert loop.inverse is not None
-    inputs = [loop.body.invars[i] for i in loop.carry_range]
-    outputs = [forwarded_from(loop.body, variable) for variable in loop.body.outvars[: loop.num_carry]]
-    wrong = [same and a is not b for same, a, b in zip(_returned(loop), inputs, outputs, strict=True)]
     appended = buffers(loop.body, loop.carry_range, True)  # rows of the last version are those of any before it
-    wrong = [flag and not is_appended for flag, is_appended in zip(wrong, appended, strict=True)]
+    may_stay = either(unchanged(loop), appended)
+    wrong = [same and not stays for same, stays in zip(_returned(loop), may_stay, strict=True)]
     wrong[:1] = [flag and not loop.predicated for flag in wrong[:1]]
     if not any(wrong):
         return
@@ -192,8 +180,7 @@ def _read_by_derivative(loop: Loop) -> Sequence[bool]:
 
     def dots(*inputs: Any) -> list[Any]:
         primals, tangents = split_list(inputs, [len(avals)])
-        of_real = lambda *real: body(*merge_lists(is_real, reject(is_real, primals), real))  # noqa: E731
-        out = jax.jvp(of_real, select(is_real, primals), tangents)[1]
+        out = jax.jvp(of_selected(body, is_real, primals), select(is_real, primals), tangents)[1]
         out = out[: len(out) - num_recorded(loop.body, loop.inverse)]
         return [dot for dot in out if dot.dtype != jax.dtypes.float0]
 

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from loopax._src import jax_internals as jaxi
 from loopax._src.core import BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, checked_kind, run
 from loopax._src.core.ir.loop import num_recorded
-from loopax._src.core.jaxpr.util import INDEX, merge_lists, padded, reject, select, split_list, trace, weakly_cached
+from loopax._src.core.jaxpr.util import INDEX, of_selected, padded, select, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers import put
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
@@ -27,10 +27,8 @@ def jvp(function: Callable[[Any], Any], inputs: Any, tangents: Any) -> tuple[Any
     dots = structure.flatten_up_to(tangents)
     has_dot = [not isinstance(dot, SymbolicZero) for dot in dots]
 
-    def of_perturbed(*perturbed: Any) -> Any:
-        return function(structure.unflatten(merge_lists(has_dot, reject(has_dot, leaves), perturbed)))
-
     if any(has_dot):
+        of_perturbed = of_selected(lambda *leaves: function(structure.unflatten(leaves)), has_dot, leaves)
         out, found = jax.jvp(of_perturbed, select(has_dot, leaves), select(has_dot, dots))
         # JAX makes tangents of zero on the device, also of results on the host.
         return out, jax.tree.map(lambda x, dot: jaxi.moved_like(x, dot) if jaxi.has_tangents(x) else dot, out, found)

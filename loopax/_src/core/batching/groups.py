@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.kind import Decided, Kind
 from loopax._src.core.ir.lanes import Compact, group_sizes
 from loopax._src.core.ir.loop import Loop, Outcome, run
@@ -34,16 +35,17 @@ def run_function(
     *,
     bound: int | None,
     predicated: bool = False,
+    low: Any = 0,
     high: Any = None,
     kind: Kind,
     **asked: Any,
 ) -> Outcome:
     """A loop of `function(row, *carry, *x) -> (*carry, *y)` over rows, or until its predicate stops it.
 
-    The rows are those below `high`; None: all. What the function closes over are constants of the loop. `asked`: the
-    kind, and what else is as in `asked_as`.
+    The rows are low, ..., high - 1; None: to the last. What the function closes over are constants of the loop.
+    `asked`: the kind, and what else is as in `asked_as`.
     """
-    rows = [jax.typeof(x[0]) for x in xs]
+    rows = [jaxi.mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
     opened, closed_over = open_constants(settled(function, INDEX, list(map(jax.typeof, carry)), rows))
     # Before: [*closed over, row, *carry, *x] -> After: [row, *closed over, *carry, *x]
     consts, (row, *rest) = split_list(opened.invars, [len(closed_over)])
@@ -61,7 +63,7 @@ def run_function(
     )
     if high is None:
         high = jnp.int32(MOST_STEPS if bound is None else bound)
-    return run(loop, jnp.int32(0), high, closed_over, carry, xs)
+    return run(loop, jnp.int32(low), high, closed_over, carry, xs)
 
 
 def run_sequentially(

@@ -214,7 +214,7 @@ class BoundLoop(NamedTuple):
     @classmethod
     def of(cls, loop: Loop, low: Any, high: Any, inputs: LoopInputs) -> "BoundLoop":
         """For these operands."""
-        fixed = _unchanged(loop)
+        fixed = unchanged(loop)
         slim = _hoisted(loop, fixed) if any(fixed) else loop
         axes = _differing(slim, low, high, flatten(_with_fixed_as_consts(inputs, fixed)))
         return cls(_apart(slim, axes) or slim if axes else slim, fixed, axes)
@@ -247,7 +247,7 @@ def _apart(loop: Loop, axes: Axes) -> Loop | None:
 
 
 @weakly_cached
-def _unchanged(loop: Loop) -> Mask:
+def unchanged(loop: Loop) -> Mask:
     """Which leaves of the carry the body returns as they came."""
     inputs = [loop.body.invars[i] for i in loop.carry_range]
     outputs = [forwarded_from(loop.body, variable) for variable in loop.body.outvars[: loop.num_carry]]
