@@ -15,10 +15,10 @@ from loopax._src.core.ir.lanes import Lanes as Lanes
 from loopax._src.core.ir.lanes import Lockstep as Lockstep
 from loopax._src.core.ir.lanes import Sequential as Sequential
 from loopax._src.history import History as History
+from loopax._src.insight.compare import Comparison as Comparison
 from loopax._src.insight.compare import compare as compare
-from loopax._src.insight.comparison import Comparison as Comparison
+from loopax._src.insight.explain import Explanation as Explanation
 from loopax._src.insight.explain import explain as explain
-from loopax._src.insight.explanation import Explanation as Explanation
 from loopax._src.insight.lane_report import LaneReport as LaneReport
 from loopax._src.insight.lane_report import lane_report as lane_report
 from loopax._src.kinds import Auto as Auto

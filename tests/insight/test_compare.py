@@ -16,8 +16,7 @@ from loopax._src.core import Loop
 from loopax._src.core.batching.compact_primitive import compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import inner_jaxprs
-from loopax._src.insight.compare import interleaved, with_kind
-from loopax._src.insight.comparison import Measured
+from loopax._src.insight.compare import Measured, interleaved, with_kind
 
 
 def program(x, n):

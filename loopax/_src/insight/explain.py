@@ -1,15 +1,304 @@
 """`explain`: the loops of a function, and what its gradient stores, without running it."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from textwrap import wrap
 from typing import Any
 
 from loopax._src.core import DebugInfo, Names
-from loopax._src.core.ir.lanes import AutoLanes
+from loopax._src.core.ir.lanes import AutoLanes, Lockstep, Sequential
 from loopax._src.core.jaxpr.util import num_bytes
-from loopax._src.insight.advice import REFUSALS, Stored, advice_for, stored_of
-from loopax._src.insight.explanation import Explanation, Leaf, LoopExplanation
+from loopax._src.insight.advice import REFUSALS, Advice, Stored, advice_for, aligned, in_bytes, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, gradient_of, subject
 from loopax._src.jax_internals import api_boundary, has_tangents
+from loopax._src.pytrees.leaves import type_in_words
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array that a loop reads, carries or writes.
+
+    Attributes
+    ----------
+    name
+        The path of the array in the carry, in `xs` or `ys`, or in an argument of the function. Empty if not known.
+    role
+        How the loop uses the array:
+
+        - `"constant"`: the same at every step, including leaves of the carry that the body returns unchanged.
+        - `"carried"`: changes from step to step.
+        - `"stream"`: rows, of which each step reads or writes one.
+    shape, dtype
+        The shape and dtype of the whole array, including lanes.
+    size
+        The bytes of the whole array, including lanes.
+    is_stored
+        Whether a gradient stores the array at some steps.
+    is_differentiated
+        Whether the array depends on an argument of which the gradient is taken.
+
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: Any
+    size: int
+    is_stored: bool
+    is_differentiated: bool
+
+
+@dataclass(frozen=True)
+class LoopExplanation:
+    """What `explain` knows of one loop.
+
+    Attributes
+    ----------
+    function
+        The function that the user called, such as `"loopax.scan"` or `"lax.while_loop"`.
+    branch
+        For a function of `loopax.cond` or `switch`: its name, such as `"true_fun"` or `"branches[1]"`. A branch is a
+        loop of at most one step. Empty for loops.
+    source
+        The line of the call, `"file.py:12 (function)"`.
+    kind, lanes
+        The argument of the loop, as given. None for loops of `jax.lax`.
+    lanes_taken
+        What `AutoLanes()` chose for the batch; otherwise as `lanes`.
+    most_steps
+        The static bound on the number of steps. None: no bound.
+    is_fixed
+        Whether the loop always takes the same number of steps.
+    leaves
+        The arrays of the loop.
+    waiting
+        The number of lanes that run until the slowest of them has finished. 1 if no lanes have their own numbers of
+        steps.
+    derivative
+        The argument of the loop, without its functions. None: the derivative is that of the steps.
+    in_words
+        What a gradient stores, as a text, where a plan does not say it. Otherwise empty.
+    stored
+        What a gradient stores. None if nothing in the loop is differentiated, if there is no gradient, or if `in_words`
+        has the answer.
+    stored_bytes
+        The bytes that a gradient stores for all lanes: `stored.carries * stored.size` times the number of lanes.
+    problem
+        Why there is no gradient; empty if there is one.
+    warnings
+        What makes the loop slow, and which line to change.
+    inner
+        The loops in the body.
+    mixed_by
+        The primitive that computes for a lane from other lanes. Lanes then run in lockstep, whatever `lanes` says.
+        Empty if there is none, or if lanes run as `lanes` says.
+
+    """
+
+    function: str
+    source: str
+    kind: Any
+    lanes: Any
+    most_steps: int | None
+    is_fixed: bool
+    leaves: tuple[Leaf, ...]
+    waiting: int
+    derivative: Any
+    in_words: str
+    stored: Stored | None
+    stored_bytes: int
+    problem: str
+    warnings: tuple[Advice, ...]
+    inner: tuple["LoopExplanation", ...]
+    branch: str = ""
+    mixed_by: str = ""
+    lanes_taken: Any = None
+
+    def walk(self) -> Iterator["LoopExplanation"]:
+        """Iterate over this loop and the loops in its body."""
+        return (loop for _, loop in _nested([self]))
+
+
+def _nested(loops: Sequence[LoopExplanation], depth: int = 0) -> Iterator[tuple[int, LoopExplanation]]:
+    """These loops and those in their bodies, each with the number of loops around it."""
+    for loop in loops:
+        yield depth, loop
+        yield from _nested(loop.inner, depth + 1)
+
+
+MOST_NAMES = 6  # of what is differentiated, in the first line
+MOST_CONSTANTS = 8  # shown one by one
+WIDTH = 88  # of a text
+INDENT = 4  # of a loop in another
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The loops of a function, and what its gradient stores.
+
+    `print` shows a text. `show()` draws tables if rich is installed and the output is a terminal.
+
+    Attributes
+    ----------
+    name
+        The name of the function.
+    differentiated
+        The arrays with respect to which a gradient is taken.
+    loops
+        The loops in the function itself. Loops in a body are in `inner` of the outer loop.
+    problem
+        Why there is no gradient; empty if there is one.
+
+    """
+
+    name: str
+    differentiated: tuple[str, ...]
+    loops: tuple[LoopExplanation, ...]
+    problem: str
+
+    @property
+    def warnings(self) -> tuple[Advice, ...]:
+        """The warnings of all loops."""
+        return tuple(warning for loop in self.walk() for warning in loop.warnings)
+
+    def walk(self) -> Iterator[LoopExplanation]:
+        """Iterate over all loops. A loop in a body follows its outer loop."""
+        return (loop for _, loop in _nested(self.loops))
+
+    def __str__(self) -> str:
+        """Return the explanation as a text."""
+        text = [self._heading()]
+        for depth, loop in _nested(self.loops):
+            lines = [_title(loop), *(f"  {line}" for line in aligned(_leaf_rows(loop.leaves), numbers=[3]))]
+            for line in _facts(loop):
+                lines += wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+            for warning in loop.warnings:
+                lines += wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+            text += ["", *(" " * INDENT * depth + line for line in lines)]
+        return "\n".join([*text, *self._summary()])
+
+    def __repr__(self) -> str:
+        """Return the text of `str`, for notebooks and the Python prompt."""
+        return str(self)
+
+    def show(self) -> None:
+        """Print the explanation: tables in a terminal if rich is installed, else a text."""
+        if not sys.stdout.isatty() or find_spec("rich") is None:
+            print(self)
+            return
+        from rich.console import Console
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console()
+        console.print(Text(self._heading(), "bold"))
+        for depth, loop in _nested(self.loops):
+            table = Table("array", "role", "type", "size", "gradient", title=_title(loop), title_justify="left")
+            table.columns[3].justify = "right"
+            for row in _leaf_rows(loop.leaves):
+                table.add_row(*map(Text, row))
+            warnings = (Text(f"! {warning}", "yellow") for warning in loop.warnings)
+            for part in (table, *map(Text, _facts(loop)), *warnings):
+                console.print(Padding(part, (0, 0, 0, INDENT * depth)))
+        for line in self._summary():
+            console.print(Text(line))
+
+    def _heading(self) -> str:
+        if not self.loops:
+            return f"{self.name}: no loops, neither of loopax nor of jax.lax."
+        branches = [bool(loop.branch) for loop in self.walk()]
+        counts = ((branches.count(False), "loop", "loops"), (branches.count(True), "branch", "branches"))
+        found = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
+        names = self.differentiated
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        of = f", gradient with respect to {', '.join(names[:MOST_NAMES])}{more}" if names else ""
+        return f"{self.name}: {found}{of}"
+
+    def _summary(self) -> list[str]:
+        problem = [f"no gradient: {self.problem}"] if self.problem else []
+        return ["", *problem, f"warnings: {len(self.warnings)}"] if self.loops else []
+
+
+def _title(loop: LoopExplanation) -> str:
+    """Which loop it is, and where."""
+    where = loop.function + (f" at {loop.source}" if loop.source else "")
+    return f"{where}: {loop.branch}" if loop.branch else where
+
+
+def _leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
+    """Name, role, type, size and what a gradient does with it; many constants are summed up."""
+    constants = sorted((leaf for leaf in leaves if leaf.role == "constant"), key=lambda leaf: -leaf.size)
+    rows: list[list[str]] = []
+    for leaf in [*(leaf for leaf in leaves if leaf.role != "constant"), *constants[:MOST_CONSTANTS]]:
+        note = "stored" if leaf.is_stored else "" if leaf.is_differentiated or leaf.role != "carried" else "no gradient"
+        name = leaf.name or ("(closed over)" if leaf.role == "constant" else "(rows)")
+        rows.append([name, leaf.role, type_in_words(leaf), in_bytes(leaf.size), note])
+    if rest := constants[MOST_CONSTANTS:]:
+        rows.append([f"{len(rest)} more", "constant", "", in_bytes(sum(leaf.size for leaf in rest)), ""])
+    return rows
+
+
+def _facts(loop: LoopExplanation) -> Iterator[str]:
+    """Steps, kind, what is stored, and body evaluations."""
+    stored, no_gradient = loop.stored, [f"no gradient: {loop.problem}"] if loop.problem else []
+    if loop.branch:
+        yield f"runs: {_runs(loop)}"
+        yield from no_gradient
+        return
+    yield f"steps: {_steps(loop)}"
+    # A gradient stores as much for each of these; for one, where the loop itself is of all lanes.
+    lanes = loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
+    if loop.kind is not None:
+        of_lane = f"for one of {lanes} lanes: " if lanes > 1 else ""
+        taken = f", takes {stored.kind} ({of_lane}{stored.reason})" if stored and stored.reason else ""
+        idle = "" if loop.derivative is None or loop.derivative.uses_kind else ", which does nothing here"
+        yield f"kind: {loop.kind!r}{taken}{idle}"
+    if loop.derivative is not None:
+        yield f"derivative: {loop.derivative!r}, which differs from that of the steps {loop.derivative.differs}"
+    if loop.in_words:
+        yield f"gradient stores {loop.in_words}"
+    elif stored is not None:
+        times = f" x {lanes} lanes" if lanes > 1 else ""
+        records = ", or residuals in their place" if stored.records else ""
+        each = f"{stored.carries} {stored.what} x {in_bytes(stored.size)}{times}"
+        yield f"gradient stores {f'{each} = {in_bytes(loop.stored_bytes)}{records}' if stored.size else 'nothing'}"
+        back = ", and n times the inverse" if stored.walks_back else ""
+        if stored.evaluations is None:
+            most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
+            yield f"body evaluations: forward n; with the gradient {most}"
+        else:
+            bound = "" if loop.is_fixed else " for as many steps as the bound"
+            counts = f"forward {loop.most_steps}, with the gradient {stored.evaluations}"
+            yield f"body evaluations: {counts}{back}{bound}"
+    else:
+        yield from no_gradient
+
+
+def _steps(loop: LoopExplanation) -> str:
+    """How many there are, and how those of lanes run."""
+    most = "no static bound" if loop.most_steps is None else f"{'' if loop.is_fixed else 'at most '}{loop.most_steps}"
+    lanes = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
+    if loop.mixed_by:
+        lanes += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
+    elif loop.lanes_taken != loop.lanes:
+        lanes += f", which takes {loop.lanes_taken!r}"
+    waiting = f", {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else ""
+    return f"{most}{lanes}{waiting}"
+
+
+def _runs(loop: LoopExplanation) -> str:
+    """When a branch is evaluated, and for whom."""
+    if loop.waiting > 1:
+        return f"for all {loop.waiting} lanes, if one of them takes it"
+    how = loop.lanes_taken
+    if how == Sequential():
+        return "if it is taken, for one lane after another"
+    if how is not None and how not in (Lockstep(), AutoLanes()):
+        return f"if it is taken, in a batch for the lanes that take it ({how!r}); once more for a gradient"
+    return "if it is taken"
 
 
 @api_boundary

@@ -23,8 +23,7 @@ from loopax._src.core.jaxpr.util import (
     bind_again,
     evaluate,
     inner_jaxprs,
-    merge_lists,
-    reject,
+    of_selected,
     select,
     split_list,
     trace,
@@ -237,9 +236,7 @@ def gradient_of(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> ClosedJaxpr:
     floating = inexact(closed.out_avals)
 
     def gradient(*inputs: Any) -> Any:
-        def results(*chosen: Any) -> list[Any]:
-            return select(floating, function(*merge_lists(perturbed, reject(perturbed, inputs), chosen)))
-
+        results = of_selected(lambda *values: select(floating, function(*values)), perturbed, inputs)
         out, pullback = jax.vjp(results, *select(perturbed, inputs))
         return pullback([jnp.ones_like(x) for x in out])
 

@@ -16,8 +16,7 @@ from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.trace_program import trace_program
-from loopax._src.insight.explain import explanation_of
-from loopax._src.insight.explanation import LoopExplanation
+from loopax._src.insight.explain import LoopExplanation, explanation_of
 from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.loops import fori_loop, scan, while_loop
