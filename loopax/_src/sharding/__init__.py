@@ -1,4 +1,4 @@
 """`sharded_lanes`: lanes over the devices of a mesh.
 
-May import: frontend, jax_internals, nnx, pytrees.
+May import: core/batching, frontend, jax_internals, nnx, pytrees.
 """

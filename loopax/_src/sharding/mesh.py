@@ -9,7 +9,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from loopax._src.jax_internals import keep_bits
+from loopax._src.core.batching.groups import take
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Devices:
         sharding = self._sharding_like(x, at, divided=len(order) % self.number == 0)
         if self._is_explicit:  # `out_sharding` would do, but not in a derivative: JAX's transpose raises
             whole = jax.reshard(x, self._sharding_like(x, at, divided=False))
-            return jax.reshard(_lanes(whole, order, at), sharding)
-        return lax.with_sharding_constraint(_lanes(x, order, at), sharding)
+            return jax.reshard(take(whole, order, at, unique=False), sharding)
+        return lax.with_sharding_constraint(take(x, order, at, unique=False), sharding)
 
     @property
     def _is_explicit(self) -> bool:
@@ -107,9 +107,3 @@ def _without(axis: str, entry: Any) -> Any:
     if isinstance(entry, tuple):
         return tuple(name for name in entry if name != axis) or None
     return None if entry == axis else entry
-
-
-def _lanes(x: Any, order: Any, axis: int) -> Any:
-    """Lanes of an array in this order."""
-    places = (slice(None),) * axis
-    return keep_bits(lambda x, order: x.at[*places, order].get(mode="promise_in_bounds"), x, order)
