@@ -1,12 +1,12 @@
 """The trace of an operator that is known by its products with vectors only."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from loopax._src.core.jaxpr.types import differing
 from loopax._src.core.jaxpr.util import MOST_STEPS
@@ -16,8 +16,8 @@ from loopax._src.frontend.options import is_traced_int, prng_key
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static import Why, positive_float, positive_int, refuse_tracers
-from loopax._src.stochtrace.estimator import Budget, Estimator, Stop, Tolerance, ends_in_errors
+from loopax._src.pytrees.static import Why, positive_int, refuse_tracers
+from loopax._src.stochtrace.estimator import Budget, Estimator, Tolerance, TraceEstimate
 from loopax._src.stochtrace.hutchinson import Hutchinson
 from loopax._src.stochtrace.operators import Operator, Products, to_operator
 
@@ -31,7 +31,6 @@ _BATCH = Why(
     "how many products are evaluated together",
     "choose one for all calls: an estimate from so many products is the same",
 )
-_LEVEL = Why("Student's quantiles", "compute an interval for each of the levels in question")
 
 
 def _budget(
@@ -45,31 +44,49 @@ def _budget(
             "a count and a tolerance. Give num_matvecs= for so many matrix-vector products, or rtol= or atol= to stop "
             "at a standard error of at most atol + rtol |value|."
         )
-    most = _most_matvecs(estimator, operator, num_matvecs, max_matvecs)
-    least, name = estimator.products_per_sample, type(estimator).__name__
-    capacity = most // least
-    limit = jnp.int32(capacity)  # of samples
     if num_matvecs is not None:
         is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
-        known, number = known_int(num_matvecs), jnp.asarray(num_matvecs)
-        if known is not None and not least <= known <= most:
+    # The static bound on the number of products: neither too few, nor more than make sense.
+    if max_matvecs is not None:
+        most = positive_int("estimate_trace(max_matvecs=...)", max_matvecs, "products", _MAX_MATVECS)
+    elif num_matvecs is None:
+        raise ValueError(
+            "estimate_trace(rtol=..., max_matvecs=None): a tolerance may need any number of products, and JAX needs a "
+            "bound on it when it traces. Give max_matvecs= as an int; `converged` says whether it was enough."
+        )
+    else:
+        refuse_tracers("estimate_trace(num_matvecs=...)", num_matvecs, "a Python int", _MAX_MATVECS)
+        most = int(num_matvecs)
+    name, least = type(estimator).__name__, estimator.products_per_sample
+    capacity = most // least  # of samples
+    what = f"estimate_trace({'num_matvecs' if max_matvecs is None else 'max_matvecs'}={most}): {name}"
+    if not least <= most <= MOST_STEPS:
+        products = "product" if least == 1 else "products"
+        raise ValueError(f"{what} needs at least {least} matrix-vector {products} (and counts to {MOST_STEPS}).")
+    if estimator._has_basis and capacity > operator.size:
+        raise ValueError(
+            f"{what} makes a basis of {capacity} vectors from so many products, and the operator's vectors have "
+            f"{operator.size} elements. Give at most {operator.size * least}; the {operator.size} products with unit "
+            "vectors give the trace exactly."
+        )
+    # The number of samples at which it ends, which may be known at run time alone.
+    limit, known = capacity, known_int(num_matvecs)
+    if known is not None:
+        if not least <= known <= most:
             raise ValueError(
                 f"estimate_trace(num_matvecs={known}): {name} needs at least {least}, and max_matvecs is {most}."
             )
-        if known is not None:
-            limit = jnp.int32(known // least)
-        else:
-            wrong = (number < least) | (number > most)
-            problem = (
-                f"num_matvecs{AMOUNT} is less than {least}, which {name} needs, or more than max_matvecs, which is "
-                f"{most}."
-            )
-            most_of_dtype = int(jnp.iinfo(number.dtype).max)
-            limit = jnp.clip(number, least, min(most, most_of_dtype)).astype(jnp.int32) // least
-            checks = [Check.of("loopax.stochtrace.estimate_trace", wrong, problem, number)]
-    batch = positive_int("estimate_trace(batch=...)", batch, "products", _BATCH)
-    minimum = -(-LEAST_FOR_TOLERANCE // least)
-    return Budget(capacity, min(batch, capacity), minimum, Stop(limit, tolerance)), checks
+        limit = known // least
+    elif num_matvecs is not None:
+        wrong = (num_matvecs < least) | (num_matvecs > most)
+        problem = (
+            f"num_matvecs{AMOUNT} is less than {least}, which {name} needs, or more than max_matvecs, which is {most}."
+        )
+        most_of_dtype = int(jnp.iinfo(num_matvecs.dtype).max)
+        limit = jnp.clip(num_matvecs, least, min(most, most_of_dtype)).astype(jnp.int32) // least
+        checks = [Check.of("loopax.stochtrace.estimate_trace", wrong, problem, num_matvecs)]
+    batch = min(positive_int("estimate_trace(batch=...)", batch, "products", _BATCH), capacity)
+    return Budget(jnp.int32(limit), tolerance, capacity, batch, minimum=-(-LEAST_FOR_TOLERANCE // least)), checks
 
 
 def _tolerance(operator: Operator, rtol: Any, atol: Any) -> tuple[Tolerance | None, list[Check]]:
@@ -91,110 +108,6 @@ def _tolerance(operator: Operator, rtol: Any, atol: Any) -> tuple[Tolerance | No
             number = jnp.where(wrong, jnp.inf, number)
         values.append(number)
     return Tolerance(*values), checks
-
-
-def _most_matvecs(estimator: Estimator, operator: Operator, num_matvecs: Any, max_matvecs: Any) -> int:
-    """The static bound on the number of products; neither too few, nor more than make sense."""
-    if max_matvecs is not None:
-        number = positive_int("estimate_trace(max_matvecs=...)", max_matvecs, "products", _MAX_MATVECS)
-    elif num_matvecs is None:
-        raise ValueError(
-            "estimate_trace(rtol=..., max_matvecs=None): a tolerance may need any number of products, and JAX needs a "
-            "bound on it when it traces. Give max_matvecs= as an int; `converged` says whether it was enough."
-        )
-    else:
-        is_traced_int("estimate_trace(num_matvecs=...)", num_matvecs)
-        refuse_tracers("estimate_trace(num_matvecs=...)", num_matvecs, "a Python int", _MAX_MATVECS)
-        number = int(num_matvecs)
-    name, least = type(estimator).__name__, estimator.products_per_sample
-    what = f"estimate_trace({'num_matvecs' if max_matvecs is None else 'max_matvecs'}={number}): {name}"
-    if not least <= number <= MOST_STEPS:
-        products = "product" if least == 1 else "products"
-        raise ValueError(f"{what} needs at least {least} matrix-vector {products} (and counts to {MOST_STEPS}).")
-    if estimator._has_basis and number // least > operator.size:
-        raise ValueError(
-            f"{what} makes a basis of {number // least} vectors from so many products, and the operator's vectors have "
-            f"{operator.size} elements. Give at most {operator.size * least}; the {operator.size} products with unit "
-            "vectors give the trace exactly."
-        )
-    return number
-
-
-class TraceEstimate(NamedTuple):
-    """An estimate of a trace, with its error.
-
-    Attributes
-    ----------
-    value
-        The estimate, in the dtype of the operator, but at least float32.
-    std_error
-        The standard error of `value` (for complex operators, of the complex value). Infinite if the samples do not
-        determine it, as for a single sample. If a tolerance has ended the estimate, `std_error` is raised by at most
-        half.
-    num_matvecs : int32[]
-        The number of matrix-vector products.
-    converged : bool[]
-        Whether the interval is as short as the tolerance asks. True if there is no tolerance.
-    num_samples : int32[]
-        The number of samples. `value` is their mean; a sample takes one, two or three products.
-    skewness
-        The skewness of the samples (of their real parts). Zero if there are at most two samples.
-
-    """
-
-    value: Inexact[Array, ""]
-    std_error: Float[Array, ""]
-    num_matvecs: Int[Array, ""]
-    converged: Bool[Array, ""]
-    num_samples: Int[Array, ""]
-    skewness: Float[Array, ""]
-
-    def interval(self, level: float = 0.95) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Return a confidence interval: for the share `level` of random keys, the interval contains the trace.
-
-        The meaning, with Student's quantile q for `num_samples - 1` degrees of freedom::
-
-            low, high = value - q * std_error, value + q * std_error     # where skewness is zero
-
-        With a positive skewness, the upper part of the interval is longer and the lower part is shorter. For estimates
-        of several lanes, each lane has an interval. For a complex trace, the interval is one for its real part.
-
-        Parameters
-        ----------
-        level
-            The confidence level: a Python float between 0 and 1. The default is 0.95.
-
-        Returns
-        -------
-        low, high
-            The ends of the interval, real.
-
-        Raises
-        ------
-        TypeError
-            `level` is traced, or is not a number.
-        ValueError
-            `level` is not between 0 and 1.
-
-        Notes
-        -----
-        The interval assumes at least six samples, or eleven with sign probes. docs/traces.md has the measured coverage,
-        also for fewer samples.
-
-        Sources: Student's quantiles; Hall's transformation (1992) for the skewness. See docs/references.md.
-
-        """
-        what = "TraceEstimate.interval(level=...)"
-        refuse_tracers(what, level, "a Python float", _LEVEL)
-        probability = positive_float(what, level)
-        if probability >= 1:
-            raise ValueError(f"{what}: got {level}, expected a probability between 0 and 1, such as 0.95.")
-        below, above = ends_in_errors(probability, self.num_samples, self.skewness)
-        is_known = jnp.isfinite(self.std_error)  # an infinite one has no derivative
-        std_error = jnp.where(is_known, self.std_error, 1)
-        low, high = self.value.real - below * std_error, self.value.real + above * std_error
-        beyond = jnp.where(jnp.isnan(self.std_error), jnp.nan, jnp.inf)
-        return jnp.where(is_known, low, -beyond), jnp.where(is_known, high, beyond)
 
 
 @api_boundary
@@ -297,10 +210,9 @@ def estimate_trace(
     square = to_operator(operator, size)
     estimator._check(square)
     budget, checks = _budget(estimator, square, num_matvecs, rtol, atol, max_matvecs, batch)
-    products = Products(square, budget.batch, differing(jax.tree.leaves((key, budget.stop))))
-    found, converged = estimator._run(products, key, budget), jnp.ones((), bool)
-    if (tolerance := budget.stop.tolerance) is not None:
-        found, converged = tolerance.raised(found), tolerance.allows(found)
+    products = Products(square, budget.batch, differing(jax.tree.leaves((key, budget))))
+    found = estimator._run(products, key, budget)
+    if (tolerance := budget.tolerance) is not None:
+        found = tolerance.raised(found)._replace(converged=tolerance.allows(found))
     matvecs = found.num_samples * estimator.products_per_sample
-    value = found.value.astype(products.dtype)
-    return settle(TraceEstimate(value, found.std_error, matvecs, converged, found.num_samples, found.skewness), checks)
+    return settle(found._replace(value=found.value.astype(products.dtype), num_matvecs=matvecs), checks)

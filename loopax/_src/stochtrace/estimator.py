@@ -3,18 +3,22 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import register_dataclass
 from jaxtyping import Array, Bool, Float, Inexact, Int
 from scipy.special import ndtri, stdtrit
 
 from loopax._src.loops import fori_loop, while_loop
 from loopax._src.pytrees.leaves import describe
+from loopax._src.pytrees.static import Why, positive_float, refuse_tracers
 from loopax._src.stochtrace.operators import Operator, Probes, Products
 
+_LEVEL = Why("Student's quantiles", "compute an interval for each of the levels in question")
 LEVEL = 0.95  # of the interval that a tolerance bounds
 _TABULATED = 128  # degrees of freedom, beyond which a series for Student's quantiles is exact to 1e-6
 
@@ -46,13 +50,81 @@ class Moments(NamedTuple):
         return Moments(self.mean + ahead * share, squares, tilt)
 
 
-class Estimate(NamedTuple):
-    """What an estimator has found: a mean of samples, and what is known about its error."""
+class TraceEstimate(NamedTuple):
+    """An estimate of a trace, with its error.
+
+    Attributes
+    ----------
+    value
+        The estimate, in the dtype of the operator, but at least float32.
+    std_error
+        The standard error of `value` (for complex operators, of the complex value). Infinite if the samples do not
+        determine it, as for a single sample. If a tolerance has ended the estimate, `std_error` is raised by at most
+        half.
+    num_matvecs : int32[]
+        The number of matrix-vector products.
+    converged : bool[]
+        Whether the interval is as short as the tolerance asks. True if there is no tolerance.
+    num_samples : int32[]
+        The number of samples. `value` is their mean; a sample takes one, two or three products.
+    skewness
+        The skewness of the samples (of their real parts). Zero if there are at most two samples.
+
+    """
 
     value: Inexact[Array, ""]
-    std_error: Float[Array, ""]  # of `value`; infinite for one sample
-    skewness: Float[Array, ""]  # of the samples, or of their real parts
+    std_error: Float[Array, ""]
+    num_matvecs: Int[Array, ""]
+    converged: Bool[Array, ""]
     num_samples: Int[Array, ""]
+    skewness: Float[Array, ""]
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return a confidence interval: for the share `level` of random keys, the interval contains the trace.
+
+        The meaning, with Student's quantile q for `num_samples - 1` degrees of freedom::
+
+            low, high = value - q * std_error, value + q * std_error     # where skewness is zero
+
+        With a positive skewness, the upper part of the interval is longer and the lower part is shorter. For estimates
+        of several lanes, each lane has an interval. For a complex trace, the interval is one for its real part.
+
+        Parameters
+        ----------
+        level
+            The confidence level: a Python float between 0 and 1. The default is 0.95.
+
+        Returns
+        -------
+        low, high
+            The ends of the interval, real.
+
+        Raises
+        ------
+        TypeError
+            `level` is traced, or is not a number.
+        ValueError
+            `level` is not between 0 and 1.
+
+        Notes
+        -----
+        The interval assumes at least six samples, or eleven with sign probes. docs/traces.md has the measured coverage,
+        also for fewer samples.
+
+        Sources: Student's quantiles; Hall's transformation (1992) for the skewness. See docs/references.md.
+
+        """
+        what = "TraceEstimate.interval(level=...)"
+        refuse_tracers(what, level, "a Python float", _LEVEL)
+        probability = positive_float(what, level)
+        if probability >= 1:
+            raise ValueError(f"{what}: got {level}, expected a probability between 0 and 1, such as 0.95.")
+        below, above = ends_in_errors(probability, self.num_samples, self.skewness)
+        is_known = jnp.isfinite(self.std_error)  # an infinite one has no derivative
+        std_error = jnp.where(is_known, self.std_error, 1)
+        low, high = self.value.real - below * std_error, self.value.real + above * std_error
+        beyond = jnp.where(jnp.isnan(self.std_error), jnp.nan, jnp.inf)
+        return jnp.where(is_known, low, -beyond), jnp.where(is_known, high, beyond)
 
 
 def parts(numbers: Inexact[Array, "..."]) -> list[Float[Array, "..."]]:
@@ -68,7 +140,7 @@ def variance_of_mean(moments: list[Moments], num_samples: Int[Array, ""]) -> Flo
 
 def estimate_of(
     moments: list[Moments], num_samples: Int[Array, ""], variance: Any = None, rounding: Any = 0.0
-) -> Estimate:
+) -> TraceEstimate:
     """The mean of samples (independent ones, or with this variance), and its error; `rounding` is a standard error."""
     variance = variance_of_mean(moments, num_samples) if variance is None else variance
     means, count = [part.mean for part in moments], num_samples.astype(moments[0].mean.dtype)
@@ -82,7 +154,8 @@ def estimate_of(
     of_sample = moments[0].tilt * (moments[0].squares / or_one(squares)) / or_one(deviation)
     unbiased = safe_sqrt(count * (count - 1)) / jnp.maximum(count - 2, 1)  # for normal samples (Joanes & Gill 1998)
     skewness = jnp.where(count > 2, unbiased * of_sample, 0)  # two samples, or one, say nothing about it
-    return Estimate(value, std_error, skewness, num_samples)
+    # As if each sample took one product, and no tolerance was asked for: `estimate_trace` knows.
+    return TraceEstimate(value, std_error, num_samples, jnp.ones((), bool), num_samples, skewness)
 
 
 def or_one(x: Float[Array, ""]) -> Float[Array, ""]:
@@ -144,12 +217,12 @@ class Tolerance(NamedTuple):
     rtol: Float[Array, ""]
     atol: Float[Array, ""]
 
-    def allows(self, estimate: Estimate) -> Bool[Array, ""]:
+    def allows(self, estimate: TraceEstimate) -> Bool[Array, ""]:
         """Whether the interval of an estimate is as short as that of a normal error of the allowed size."""
         half, allowed = self._compared(estimate)
         return half <= allowed
 
-    def raised(self, estimate: Estimate) -> Estimate:
+    def raised(self, estimate: TraceEstimate) -> TraceEstimate:
         """An estimate that this has ended, with a standard error that is not too small for it.
 
         It ended as soon as its samples agreed, which they also do by chance. So it is taken to be no more exact than it
@@ -164,27 +237,23 @@ class Tolerance(NamedTuple):
         raised = known.std_error * jnp.where(is_most, MOST_RAISED, ratio).astype(known.std_error.dtype)
         return estimate._replace(std_error=jnp.where(is_known, raised, estimate.std_error))
 
-    def _compared(self, estimate: Estimate) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def _compared(self, estimate: TraceEstimate) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Half of the length of the 95 % interval, divided by 1.96; and the most that it may be."""
         below, above = ends_in_errors(LEVEL, estimate.num_samples, estimate.skewness)
         half = estimate.std_error * ((below + above) / (2 * _normal_quantile(LEVEL)))
         return half.astype(self.rtol.dtype), self.atol + self.rtol * jnp.abs(estimate.value).astype(self.rtol.dtype)
 
 
-class Stop(NamedTuple):
-    """When an estimate ends, which is decided at run time: at a number of samples, or earlier at a tolerance."""
+@partial(register_dataclass, data_fields=["limit", "tolerance"], meta_fields=["capacity", "batch", "minimum"])
+@dataclass(frozen=True)
+class Budget:
+    """How many samples an estimator may take, of as many products as it needs for one, and when it ends."""
 
-    limit: Int[Array, ""]
+    limit: Int[Array, ""]  # it ends at so many samples, or earlier at a tolerance, which is decided at run time
     tolerance: Tolerance | None
-
-
-class Budget(NamedTuple):
-    """How many samples an estimator may take, of as many products as it needs for one."""
-
     capacity: int  # static: there are at most so many
     batch: int  # that are evaluated together
     minimum: int  # that a tolerance is asked from on
-    stop: Stop
 
     @property
     def is_single_batch(self) -> bool:
@@ -197,18 +266,16 @@ class Budget(NamedTuple):
 
     def spend(
         self,
-        stop: Stop,
         sampled: Sampled,
         with_batch: Callable[[Sampled, Int[Array, ""], Int[Array, ""]], Sampled],
-        estimate: Callable[[Sampled, Int[Array, ""]], Estimate],
+        estimate: Callable[[Sampled, Int[Array, ""]], TraceEstimate],
     ) -> tuple[Sampled, Int[Array, ""]]:
         """Take samples until it is time to stop: what there is of them, and their number.
 
         `with_batch(sampled, start, target)` adds those from number `start` on, a batch of them or as many as there are
-        before `target`. `estimate(sampled, number)` is made for a tolerance, now and then. `stop` is that of this
-        budget, as an argument because a function with a rule for its derivative closes over no traced values.
+        before `target`. `estimate(sampled, number)` is made for a tolerance, now and then.
         """
-        none, tolerance = jnp.int32(0), stop.tolerance
+        none, tolerance = jnp.int32(0), self.tolerance
 
         def grown(sampled: Sampled, number: Int[Array, ""], target: Int[Array, ""]) -> Sampled:
             if self.is_single_batch:
@@ -217,18 +284,18 @@ class Budget(NamedTuple):
             return fori_loop(0, batches, lambda i, old: with_batch(old, number + i * self.batch, target), sampled)
 
         if tolerance is None or self.is_single_batch:
-            return grown(sampled, none, stop.limit), stop.limit
+            return grown(sampled, none, self.limit), self.limit
 
         def more(state: tuple[Sampled, Int[Array, ""], Any]) -> tuple[Sampled, Int[Array, ""], Any]:
             sampled, number, _ = state
             target = jnp.ceil(number.astype(jnp.float32) * GROWTH).astype(jnp.int32)
-            target = jnp.minimum(self.num_batches(jnp.maximum(target, self.minimum)) * self.batch, stop.limit)
+            target = jnp.minimum(self.num_batches(jnp.maximum(target, self.minimum)) * self.batch, self.limit)
             sampled = grown(sampled, number, target)
             return sampled, target, tolerance.allows(estimate(sampled, target))
 
         # [samples, their number, whether the tolerance is reached]
         start = sampled, none, jnp.zeros((), bool)
-        return while_loop(lambda state: (state[1] < stop.limit) & ~state[2], more, start)[:2]
+        return while_loop(lambda state: (state[1] < self.limit) & ~state[2], more, start)[:2]
 
 
 @dataclass(frozen=True)
@@ -251,5 +318,5 @@ class Estimator(ABC):
         del operator
 
     @abstractmethod
-    def _run(self, products: Products, key: Array, budget: Budget) -> Estimate:
+    def _run(self, products: Products, key: Array, budget: Budget) -> TraceEstimate:
         """Estimate the trace."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Inexact, Int
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import Checkpointed
 from loopax._src.loops import fori_loop
-from loopax._src.stochtrace.estimator import Budget, Estimate, Estimator, Moments, Stop, estimate_of, or_one, parts
+from loopax._src.stochtrace.estimator import Budget, Estimator, Moments, TraceEstimate, estimate_of, or_one, parts
 from loopax._src.stochtrace.operators import Along, Parameters, Products, draw, with_derivative
 
 # Fewer equal samples from signs say nothing about what has not been seen. A polynomial of degree two in signs that is
@@ -22,7 +22,7 @@ LEAST_EQUAL_SAMPLES = 11
 @api_boundary
 @dataclass(frozen=True)
 class Hutchinson(Estimator):
-    """Estimate the trace by the mean of w^H A w over random probes w (Girard 1989, Hutchinson 1990).
+    """TraceEstimate the trace by the mean of w^H A w over random probes w (Girard 1989, Hutchinson 1990).
 
     A sample takes one product. The error falls with the square root of the number of products.
 
@@ -51,7 +51,7 @@ class Hutchinson(Estimator):
 
     """
 
-    def _run(self, products: Products, key: Array, budget: Budget) -> Estimate:
+    def _run(self, products: Products, key: Array, budget: Budget) -> TraceEstimate:
         """See `Estimator.run`."""
 
         def samples_of(parameters: Parameters, key: Array, start: Any) -> tuple[Inexact[Array, " b"], Int[Array, " b"]]:
@@ -60,9 +60,9 @@ class Hutchinson(Estimator):
             probes = draw(self.probes, key, numbers, products.size, products.dtype)
             return (probes.conj() * products(parameters, probes)).sum(1), numbers
 
-        def sample(parameters: Parameters, others: tuple[Array, Stop]) -> tuple[list[Moments], Int[Array, ""]]:
+        def sample(parameters: Parameters, others: tuple[Array, Budget]) -> tuple[list[Moments], Int[Array, ""]]:
             """The moments of the samples' parts, and the number of samples."""
-            key, stop = others
+            key, budget = others
 
             def with_batch(moments: list[Moments], start: Int[Array, ""], target: Int[Array, ""]) -> list[Moments]:
                 samples, numbers = samples_of(parameters, key, start)
@@ -72,13 +72,13 @@ class Hutchinson(Estimator):
                 return [old.merged(start, new, more) for old, new in zip(moments, of_batch, strict=True)]
 
             zeros = parts(jnp.zeros((), products.dtype))
-            return budget.spend(stop, [Moments(zero, zero, zero) for zero in zeros], with_batch, estimate_of)
+            return budget.spend([Moments(zero, zero, zero) for zero in zeros], with_batch, estimate_of)
 
-        def derivative(others: tuple[Array, Stop], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
+        def derivative(others: tuple[Array, Budget], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
             key, _ = others
             return _rates(*out, lambda start: along(lambda parameters: samples_of(parameters, key, start)), budget)
 
-        moments, count = with_derivative(sample, derivative)(products.parameters, (key, budget.stop))
+        moments, count = with_derivative(sample, derivative)(products.parameters, (key, budget))
         estimate = estimate_of(moments, count)
         are_signs = self.probes == "rademacher" and not jnp.iscomplexobj(estimate.value) and products.size > 1
         if not are_signs:

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
-from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from loopax._src.core.jaxpr.types import differing
-from loopax._src.core.jaxpr.util import merge_lists, reject, select
 from loopax._src.jax_internals import jaxpr_as_fun, no_tangent, open_constants, vary, varying_axes, with_varying_axes
 from loopax._src.kinds import Checkpointed
+from loopax._src.kinds.steps import jvp
 from loopax._src.loops import scan
 from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
 from loopax._src.pytrees.static import Why, refuse_arrays
@@ -220,13 +219,9 @@ def with_derivative(
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (parameters, others), (directions, _) = primals, tangents
         out = function(parameters, others)
-        moves = [not isinstance(direction, SymbolicZero) for direction in directions]
 
         def along(f: Callable[..., Any], values: tuple[Any, ...] = (), rates: tuple[Any, ...] = ()) -> tuple[Any, Any]:
-            def of_moving(moving: list[Array], *values: Any) -> Any:
-                return f(merge_lists(moves, reject(moves, parameters), moving), *values)
-
-            return jax.jvp(of_moving, (select(moves, parameters), *values), (select(moves, directions), *rates))
+            return jvp(lambda given: f(*given), (parameters, *values), (directions, *rates))
 
         return out, (derivative(others, out, along), jax.tree.map(no_tangent, out[1]))
 

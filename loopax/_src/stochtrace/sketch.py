@@ -15,10 +15,9 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 from loopax._src.jax_internals import api_boundary
 from loopax._src.stochtrace.estimator import (
     Budget,
-    Estimate,
     Estimator,
     Moments,
-    Stop,
+    TraceEstimate,
     estimate_of,
     parts,
     safe_sqrt,
@@ -66,7 +65,7 @@ class SketchEstimator(Estimator):
     def _samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"] | None]:
         """An estimate of the trace from each row; and, where rows share a basis, from each row i without row j."""
 
-    def _run(self, products: Products, key: Array, budget: Budget) -> Estimate:
+    def _run(self, products: Products, key: Array, budget: Budget) -> TraceEstimate:
         """See `Estimator.run`."""
         capacity = budget.num_batches(budget.capacity) * budget.batch  # rows of a sketch: whole batches
 
@@ -99,13 +98,13 @@ class SketchEstimator(Estimator):
                 sketch = sketch._replace(others=tuple(with_rows(old, new) for old, new in pairs))
             return sketch
 
-        def grown(parameters: Parameters, others: tuple[Array, Stop]) -> tuple[Sketch, Int[Array, ""]]:
+        def grown(parameters: Parameters, others: tuple[Array, Budget]) -> tuple[Sketch, Int[Array, ""]]:
             """The sketch, and the number of its rows."""
-            key, stop = others
+            key, budget = others
             none = partial(jnp.zeros, (capacity, products.size), products.dtype)
             images, further = none() if self._has_images else None, (none(), none()) if self._has_others else None
             empty = Sketch(none(), none(), jnp.zeros((capacity, capacity), products.dtype), images, further)
-            return budget.spend(stop, empty, partial(with_batch, parameters, key), self._estimate)
+            return budget.spend(empty, partial(with_batch, parameters, key), self._estimate)
 
         def derivative(_: Any, out: Any, along: Along) -> Sketch:
             """That of a sketch of as many rows with the same probes.
@@ -126,9 +125,9 @@ class SketchEstimator(Estimator):
             others = sketch.others and (jnp.zeros_like(sketch.others[0]), products_of(sketch.others[0]))
             return Sketch(jnp.zeros_like(sketch.probes), basis, coordinates, images, others)
 
-        return self._estimate(*with_derivative(grown, derivative)(products.parameters, (key, budget.stop)))
+        return self._estimate(*with_derivative(grown, derivative)(products.parameters, (key, budget)))
 
-    def _estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> Estimate:
+    def _estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> TraceEstimate:
         """The mean of the samples, and its error."""
         is_counted = sketch.is_counted(num_rows)
         with jax.default_matmul_precision(FULL):
