@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from threading import local
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,17 +161,13 @@ def _invalid_if(failed: Any, results: Any) -> Any:
     not raise, and it does not take arrays that vary over the axes of a `shard_map`. So a constant is checked,
     which then selects the results.
     """
-
-    def invalid(tree: Any) -> Any:
-        select = partial(_selected, failed)
-        return jax.tree.map(lambda leaf: jaxi.on_device(select, leaf) if isinstance(leaf, jax.Array) else leaf, tree)
-
-    def guarded(node: Any) -> Any:
-        # Rows are seen through what stands beside them, which is enough.
-        return eqx.tree_at(rows, invalid(node), rows(node)) if isinstance(node, RowByRow) else invalid(node)
-
-    rows = lambda node: node._rows  # noqa: E731
-    return jax.tree.map(guarded, results, is_leaf=lambda node: isinstance(node, RowByRow))
+    # Rows are seen through what stands beside them, which is enough.
+    nodes = jax.tree.leaves(results, is_leaf=lambda node: isinstance(node, RowByRow))
+    rows = {id(leaf) for node in nodes if isinstance(node, RowByRow) for leaf in jax.tree.leaves(node._rows)}
+    select = partial(_selected, failed)
+    return jax.tree.map(
+        lambda x: jaxi.on_device(select, x) if isinstance(x, jax.Array) and id(x) not in rows else x, results
+    )
 
 
 def _selected(failed: Any, array: jax.Array) -> jax.Array:

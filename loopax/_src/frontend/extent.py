@@ -49,19 +49,14 @@ class Limits:
         sizes = [jax.export.is_symbolic_dim(lower), jax.export.is_symbolic_dim(upper)]
         lower, upper = (jnp.asarray(x) if size else x for x, size in zip((lower, upper), sizes, strict=True))
         limits = cls(lower, upper, caller, any(sizes))
-        for name, value in limits.by_name.items():
-            is_traced_int(f"{caller}({name}=...)", value)
+        is_traced_int(f"{caller}(lower=...)", lower)
+        is_traced_int(f"{caller}(upper=...)", upper)
         dtypes = [jnp.result_type(x) for x in (lower, upper) if not _is_weak(x)]
         if "uint64" in {dtype.name for dtype in dtypes} and any(map(_is_signed, dtypes)):  # JAX takes a float for both
             raise TypeError(f"{caller}: {limits}, and no integer dtype holds both. Convert one, `limit.astype(...)`.")
         with width_of(lower, upper):
             jnp.result_type(lower, upper)  # refuses others, under strict promotion
         return limits
-
-    @property
-    def by_name(self) -> dict[str, Any]:
-        """Both."""
-        return {"lower": self.lower, "upper": self.upper}
 
     @property
     def known(self) -> tuple[int, int] | None:
@@ -99,8 +94,8 @@ class Limits:
         checks that the index can hold the limits, without which there are no steps.
         """
         with width_of(self.lower, self.upper):
-            for name, limit in self.by_name.items():
-                if (known := known_int(limit)) is not None:
+            for name in ("lower", "upper"):
+                if (known := known_int(getattr(self, name))) is not None:
                     self._refuse_beyond(name, known)
             dtype = self.dtype
             least, _, lower_beyond = _range_in(dtype, self.lower)
@@ -125,7 +120,7 @@ class Limits:
         """Refuse a limit whose index is beyond the dtype of the index."""
         holds = jnp.iinfo(self.dtype)
         if not int(holds.min) <= index <= int(holds.max):
-            got = known_int(self.by_name[name])
+            got = known_int(getattr(self, name))
             raise ValueError(f"{self.caller}({name}=...): got {got}. {self._beyond()}")
 
     def _beyond(self) -> str:
@@ -200,14 +195,12 @@ def fori_extent(limits: Limits, max_steps: int | None, throw: bool) -> Extent:
         return Extent(0, high, max_steps, False, over_limit=over, checks=checks, bound_is_loose=True)
     if is_more is not False:
         steps = jnp.where(is_more, 0, steps) if throw else steps
-        checks = [*checks, Check.of(f"loopax.{limits.caller}", is_more, f"{limits}. {_TOO_FAR}")]
+        problem = (
+            f"{limits}. upper - lower is more than {MOST_STEPS}, to which step counts go. Give closer limits, or use "
+            "`while_loop`, which may take more steps."
+        )
+        checks = [*checks, Check.of(f"loopax.{limits.caller}", is_more, problem)]
     return Extent(0, steps, None, fixed=False, checks=checks)
-
-
-_TOO_FAR = (
-    f"upper - lower is more than {MOST_STEPS}, to which step counts go. Give closer limits, or use `while_loop`, which "
-    "may take more steps."
-)
 
 
 def scan_extent(

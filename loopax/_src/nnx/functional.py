@@ -227,12 +227,10 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_row
     old, new = roots(given), roots(returned)
     if list(old) != list(new) or not all(isinstance(root, Frozen) for root in new.values()):
         return returned, Changes()  # containers that differ are found by those who compare containers
-    if of_rows:
-        returned = _with_stacked_axis(returned, old)
-        new = roots(returned)
     before = places(old)
     if not same_value([x.graph for x in old.values()], [x.graph for x in new.values()]):
-        _refuse_structure(where, differences(before, places(new)) or ["  attributes that NNX keeps for itself"])
+        hidden = [] if of_rows else ["  attributes that NNX keeps for itself"]
+        _refuse_structure(where, differences(before, places(new), of_rows=of_rows) or hidden)
 
     # Which roots the body replaced by objects of its own, and a line for each part that is replaced, or moved.
     known = set(map(id, objects))
@@ -265,35 +263,6 @@ def _differ(old: Any, new: Any) -> bool:
     """Whether a value is not the one that the body was given (a Variable may hold a pytree)."""
     old, new = jax.tree.leaves(old), jax.tree.leaves(new)
     return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
-
-
-def _with_stacked_axis(rows: Any, given: Mapping[str, Frozen]) -> Any:
-    """Frozen rows whose Variables have the metadata of the stack, where they only lack the name of one axis.
-
-    NNX keeps the names of axes as tuples among the metadata (`out_sharding`), and takes them out of rows
-    (`nnx.transform_metadata`).
-    """
-    variable = sys.modules["flax.nnx.graphlib"].VariableDef
-    stacks = iter(given.values())
-
-    def fits(whole: Any, less: Any) -> bool:
-        are_names = isinstance(whole, tuple) and isinstance(less, tuple)
-        lacks_one = are_names and any(less == whole[:i] + whole[i + 1 :] for i in range(len(whole)))
-        return same_value(whole, less) or lacks_one
-
-    def node_named(stack: Any, row: Any) -> Any:
-        if not (isinstance(stack, variable) and isinstance(row, variable)):
-            return row
-        whole, less = dict(stack.metadata), dict(row.metadata)
-        is_row = whole.keys() == less.keys() and all(fits(whole[key], less[key]) for key in whole)
-        return replace(row, metadata=stack.metadata) if is_row else row
-
-    def named(x: Any) -> Any:
-        if not isinstance(x, Frozen) or len((stack := next(stacks).graph).nodes) != len(x.graph.nodes):
-            return x
-        return replace(x, graph=replace(x.graph, nodes=[*map(node_named, stack.nodes, x.graph.nodes)]))
-
-    return jax.tree.map(named, rows, is_leaf=lambda x: isinstance(x, Frozen))
 
 
 def refuse_changes(where: str, given: Any, objects: list[Any], live: Any, what: str = "xs, whose rows") -> None:
@@ -452,8 +421,20 @@ def places(objects: Mapping[str, Frozen]) -> dict[str, Place]:
     return found
 
 
-def differences(before: Mapping[str, Place], after: Mapping[str, Place]) -> list[str]:
+def differences(before: Mapping[str, Place], after: Mapping[str, Place], *, of_rows: bool) -> list[str]:
     """One line for each place that differs; nothing on what is below such a place."""
+
+    def is_same(old: Any, new: Any) -> bool:
+        if not (of_rows and all(isinstance(x, tuple) and isinstance(x[1], dict) for x in (old, new))):
+            return same_value(old, new)
+        # A row of a Variable may lack the name of one axis of the stack. NNX keeps them as tuples (`out_sharding`).
+        pairs = [(names, new[1].get(key)) for key, names in old[1].items()]
+        fits = all(
+            same_value(a, b) or (isinstance(a, tuple) and any(b == a[:i] + a[i + 1 :] for i in range(len(a))))
+            for a, b in pairs
+        )
+        return fits and old[0] is new[0] and old[1].keys() == new[1].keys()
+
     lines: dict[str, str] = {}
     for name in {**before, **after}:
         if "._pytree__" in name or any(name.startswith((other + ".", other + "[")) for other in lines):
@@ -463,6 +444,6 @@ def differences(before: Mapping[str, Place], after: Mapping[str, Place]) -> list
             lines[name] = f"  {name or _ROOT}: {old.text} is missing from the result"
         elif old is None and new is not None:
             lines[name] = f"  {name or _ROOT}: {new.text} is new in the result"
-        elif old is not None and new is not None and not same_value(old.content, new.content):
+        elif old is not None and new is not None and not is_same(old.content, new.content):
             lines[name] = f"  {name or _ROOT}: got {new.text}, expected {old.text}"
     return list(lines.values())
