@@ -1,6 +1,6 @@
 """What the primitives do under every transformation: one block for each shows all of its rules.
 
-Rules stand in the folders of their transformations. The linear parts of loops and sweeps, and small primitives, have
+Each rule is named with the file in which it stands. The linear parts of loops and sweeps, and small primitives, have
 their blocks in their own files.
 """
 
@@ -10,58 +10,16 @@ from typing import Any
 import jax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.autodiff.dce import (
-    evaluate_again,
-    loop_dce,
-    loop_partial_eval_custom,
-    sweep_dce,
-    sweep_partial_eval_custom,
-)
-from loopax._src.core.autodiff.jvp import loop_jvp
-from loopax._src.core.autodiff.partial_eval import loop_linearize, loop_partial_eval, loop_transpose
-from loopax._src.core.autodiff.sweep import sweep_jvp, sweep_linearize, sweep_partial_eval, sweep_transpose
-from loopax._src.core.batching.compact_autodiff import (
-    compact_vmap_dce,
-    compact_vmap_jvp,
-    compact_vmap_linearize,
-    compact_vmap_partial_eval,
-    compact_vmap_partial_eval_custom,
-)
-from loopax._src.core.batching.compact_primitive import (
-    CompactVmap,
-    compact_vmap_abstract_eval,
-    compact_vmap_expected,
-    compact_vmap_p,
-    compact_vmap_transpose,
-    evaluate_batch,
-    join_batches,
-)
+from loopax._src.core.autodiff import dce, jvp, partial_eval, sweep
+from loopax._src.core.batching import compact_autodiff, compact_primitive
+from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.batching.loop import batch_loop, batch_sweep
 from loopax._src.core.effects import guard_steps, guarded, guards
-from loopax._src.core.ir.loop import (
-    Loop,
-    loop_abstract_eval,
-    loop_dependence,
-    loop_expected,
-    loop_mixed_operands,
-    loop_p,
-)
-from loopax._src.core.ir.reverse_sweep import (
-    ReverseSweep,
-    reverse_sweep_p,
-    sweep_abstract_eval,
-    sweep_dependence,
-    sweep_expected,
-    sweep_mixed_operands,
-)
-from loopax._src.core.jaxpr.dependence import (
-    dependence,
-    dependence_rules,
-    jointly_linear,
-    mixed_inputs,
-    mixed_operands,
-    step_limits,
-)
+from loopax._src.core.ir import loop as ir_loop
+from loopax._src.core.ir import reverse_sweep as ir_sweep
+from loopax._src.core.ir.loop import Loop, loop_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.jaxpr import dependence
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import trace
 from loopax._src.core.lowering.loop import evaluate_loop
@@ -124,62 +82,62 @@ jaxi.register(
     loop_p,
     meaning=evaluate_loop,
     params=Loop._fields,
-    effectful_abstract_eval=loop_abstract_eval,
-    expected=loop_expected,
-    jvp=loop_jvp,
-    linearize=loop_linearize,
-    transpose=loop_transpose,
-    partial_eval=loop_partial_eval,
-    partial_eval_custom=loop_partial_eval_custom,
-    rematerialize=evaluate_again(loop_p),
-    dce=loop_dce,
+    effectful_abstract_eval=ir_loop.loop_abstract_eval,
+    expected=ir_loop.loop_expected,
+    jvp=jvp.loop_jvp,
+    linearize=partial_eval.loop_linearize,
+    transpose=partial_eval.loop_transpose,
+    partial_eval=partial_eval.loop_partial_eval,
+    partial_eval_custom=dce.loop_partial_eval_custom,
+    rematerialize=dce.evaluate_again(loop_p),
+    dce=dce.loop_dce,
     batch=batch_if_mapped(loop_p, batch_loop),
 )
-dependence_rules[loop_p] = loop_dependence
-mixed_operands[loop_p] = loop_mixed_operands
+dependence.dependence_rules[loop_p] = ir_loop.loop_dependence
+dependence.mixed_operands[loop_p] = ir_loop.loop_mixed_operands
 guards[loop_p] = guard_steps(loop_p, Loop, "body", 2)
 jaxi.register_sparse(loop_p, of_sparse(loop_p, Loop, "body", 2))
-step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
+dependence.step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
 
 jaxi.register(
     reverse_sweep_p,
     meaning=evaluate_sweep,
     params=ReverseSweep._fields,
-    effectful_abstract_eval=sweep_abstract_eval,
-    expected=sweep_expected,
-    jvp=sweep_jvp,
-    linearize=sweep_linearize,
-    transpose=sweep_transpose,
-    partial_eval=sweep_partial_eval,
-    partial_eval_custom=sweep_partial_eval_custom,
-    rematerialize=evaluate_again(reverse_sweep_p),
-    dce=sweep_dce,
+    effectful_abstract_eval=ir_sweep.sweep_abstract_eval,
+    expected=ir_sweep.sweep_expected,
+    jvp=sweep.sweep_jvp,
+    linearize=sweep.sweep_linearize,
+    transpose=sweep.sweep_transpose,
+    partial_eval=sweep.sweep_partial_eval,
+    partial_eval_custom=dce.sweep_partial_eval_custom,
+    rematerialize=dce.evaluate_again(reverse_sweep_p),
+    dce=dce.sweep_dce,
     batch=batch_if_mapped(reverse_sweep_p, batch_sweep),
 )
-dependence_rules[reverse_sweep_p] = sweep_dependence
-mixed_operands[reverse_sweep_p] = sweep_mixed_operands
+dependence.dependence_rules[reverse_sweep_p] = ir_sweep.sweep_dependence
+dependence.mixed_operands[reverse_sweep_p] = ir_sweep.sweep_mixed_operands
 guards[reverse_sweep_p] = guard_steps(reverse_sweep_p, ReverseSweep, "step", 3)
 jaxi.register_sparse(reverse_sweep_p, of_sparse(reverse_sweep_p, ReverseSweep, "step", 3))
-step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
+dependence.step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
 
 jaxi.register(
     compact_vmap_p,
-    meaning=evaluate_batch,
+    meaning=compact_primitive.evaluate_batch,
     params=CompactVmap._fields,
-    effectful_abstract_eval=compact_vmap_abstract_eval,
-    expected=compact_vmap_expected,
-    jvp=compact_vmap_jvp,
-    linearize=compact_vmap_linearize,
-    transpose=compact_vmap_transpose,
-    partial_eval=compact_vmap_partial_eval,
-    partial_eval_custom=compact_vmap_partial_eval_custom,
-    rematerialize=evaluate_again(compact_vmap_p),
-    dce=compact_vmap_dce,
-    batch=batch_if_mapped(compact_vmap_p, join_batches),
+    effectful_abstract_eval=compact_primitive.compact_vmap_abstract_eval,
+    expected=compact_primitive.compact_vmap_expected,
+    jvp=compact_autodiff.compact_vmap_jvp,
+    linearize=compact_autodiff.compact_vmap_linearize,
+    transpose=compact_primitive.compact_vmap_transpose,
+    partial_eval=compact_autodiff.compact_vmap_partial_eval,
+    partial_eval_custom=compact_autodiff.compact_vmap_partial_eval_custom,
+    rematerialize=dce.evaluate_again(compact_vmap_p),
+    dce=compact_autodiff.compact_vmap_dce,
+    batch=batch_if_mapped(compact_vmap_p, compact_primitive.join_batches),
 )
-dependence_rules[compact_vmap_p] = lambda eqn: list(dependence(CompactVmap(**eqn.params).program))
-mixed_operands[compact_vmap_p] = lambda eqn: mixed_inputs(CompactVmap(**eqn.params).program)
+dependence.dependence_rules[compact_vmap_p] = lambda eqn: list(dependence.dependence(CompactVmap(**eqn.params).program))
+dependence.mixed_operands[compact_vmap_p] = lambda eqn: dependence.mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = lambda eqn, active, operands: guarded(CompactVmap(**eqn.params).program)(active, *operands)
 jaxi.register_sparse(compact_vmap_p, refuse_sparse)
 
-jointly_linear.add(jaxi.keep_bits_p)
+dependence.jointly_linear.add(jaxi.keep_bits_p)
