@@ -27,54 +27,33 @@ class Saver(NamedTuple):
     plan: Any  # what the schedule remembers
 
 
-# (saver, steps that remain at most) -> the room for the current carry, steps to the next, the new plan
-Decision = Callable[[Saver, Any], tuple[Any, Any, Any]]
-
-
 def run_saving(
     saving: Saving, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
 ) -> tuple[LoopState, list[Any]]:
     """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
-    start = state.position
-    if isinstance(saving, Blocks):
-        # The plan is the number of the block.
-        by_block = lambda saver, _: (saver.plan, saving.size, saver.plan + 1)  # noqa: E731
-        saver = _walk_saving(loop, walk, steps, by_block, Saver(state, [], None, jnp.int32(0)), end)
-        return saver.state, [*saver.saved, start[None]]
-    if not isinstance(saving, Slots):  # the last carry alone
-        first_row = start[None]
-        state = walk._replace(limited=True).run(steps, state, end)
+    start, counted = state.position, walk._replace(limited=True)
+    if not isinstance(saving, Blocks | Slots):  # the last carry alone
+        state = counted.run(steps, state, end)
         state = state if walk.limited else _poisoned(state)
-        return state, [*(x[None] for x in loop.saved_of(state.carry)), first_row]
-    checkpoint_rows = jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
+        return state, [*(x[None] for x in loop.saved_of(state.carry)), start[None]]
 
-    def binomially(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
-        free = saving.count - saver.plan  # the plan is the number of slots in use
-        length = schedule.advance(jnp.maximum(remain, 2), free)
-        return saver.plan, jnp.where(free == 1, remain, length), saver.plan + 1
-
-    def online(saver: Saver, _: Any) -> tuple[Any, Any, Any]:
+    # What a schedule decides, where so many steps remain at most: the room for the current carry, steps to the next,
+    # and the new plan. Of blocks, the plan is the number of the block; of a known length, the number of slots in use.
+    def decide(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
+        if isinstance(saving, Blocks):
+            return saver.plan, saving.size, saver.plan + 1
+        if saving.length_known:
+            free = saving.count - saver.plan
+            length = schedule.advance(jnp.maximum(remain, 2), free)
+            return saver.plan, jnp.where(free == 1, remain, length), saver.plan + 1
         plan, slot, length = schedule.store(saver.plan, walk.distance(start, saver.state.position))
         return slot, length, plan
-
-    if saving.length_known:
-        saver = _walk_saving(loop, walk, steps, binomially, Saver(state, [], checkpoint_rows, jnp.int32(0)), end)
-        return saver.state, [*saver.saved, saver.checkpoint_rows]
-    saver = Saver(state, [], checkpoint_rows, schedule.start(saving.count))
-    saver = _walk_saving(loop, walk, steps, online, saver, end)
-    saved, checkpoint_rows = _in_order(saver.plan, saver.saved, saver.checkpoint_rows)
-    return saver.state, [*saved, checkpoint_rows]
-
-
-def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, saver: Saver, end: Any) -> Saver:
-    """Walk in stretches, and save the carry before each where the schedule says; the room for it is made here."""
-    room = [unwritten(stacked(aval, loop.saved_rows)) for aval in loop.saved_of(loop.output_avals.carry)]
-    counted = walk._replace(limited=True)
 
     def goes_on(saver: Saver) -> Any:
         remain = walk.distance(saver.state.position, end) > 0
         return remain & saver.state.carry[0] if loop.predicated else remain
 
+    # Walk in stretches, and save the carry before each where the schedule says.
     def stretch(saver: Saver) -> Saver:
         state, saved, checkpoint_rows, _ = saver
         remain = walk.distance(state.position, end)
@@ -86,8 +65,15 @@ def _walk_saving(loop: Loop, walk: RowLoop, steps: Steps, decide: Decision, save
         next_stop = walk.advance(state.position, jnp.minimum(length, remain))
         return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
-    saver = lax.while_loop(goes_on, stretch, saver._replace(saved=room))
-    return saver if walk.limited else saver._replace(state=_poisoned(saver.state))
+    slots = saving if isinstance(saving, Slots) else None
+    is_online = slots is not None and not slots.length_known
+    room = [unwritten(stacked(aval, loop.saved_rows)) for aval in loop.saved_of(loop.output_avals.carry)]
+    rows = slots and jnp.full(slots.count, EMPTY_SLOT, jnp.int32)
+    plan = schedule.start(slots.count) if slots and is_online else jnp.int32(0)
+    state, saved, rows, plan = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
+    state = state if walk.limited else _poisoned(state)
+    saved, rows = _in_order(plan, saved, rows) if is_online else (saved, rows)
+    return state, [*saved, start[None] if rows is None else rows]
 
 
 class Permuting(NamedTuple):

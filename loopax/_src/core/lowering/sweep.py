@@ -1,7 +1,6 @@
 """How a reverse sweep is compiled."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from loopax._src import schedule
 from loopax._src.core.buffer_versions import returned
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, traversal
-from loopax._src.core.ir.plan import Blocks, Saving
+from loopax._src.core.ir.plan import Blocks
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.dependence import step_limits
 from loopax._src.core.jaxpr.types import unvarying
@@ -90,11 +89,6 @@ def _step_back(sweep: ReverseSweep) -> ClosedJaxpr:
 LARGE_STEP = 100
 
 
-def is_large(sweep: ReverseSweep) -> bool:
-    """Whether compiling the step takes so long that the program should hold it once."""
-    return _in_loops(sweep.step) >= LARGE_STEP
-
-
 def _in_loops(jaxpr: Any) -> int:
     """How many equations stand in loops."""
     total = 0
@@ -102,18 +96,6 @@ def _in_loops(jaxpr: Any) -> int:
         count = num_equations if is_scan(eqn) or is_while(eqn) or eqn.primitive in step_limits else _in_loops
         total += sum(map(count, inner_jaxprs(eqn)))
     return total
-
-
-class Stack(Protocol):
-    """The states that are stored: a pytree, for it is a part of a loop's state."""
-
-    def pushed(self, state: list[Any], step: Any, remaining: Any) -> "Stack":
-        """Perhaps with the current state, which is the one before `step`; `remaining` steps are not walked back."""
-        ...
-
-    def popped(self) -> tuple["Stack", list[Any], Any]:
-        """Without the last state; and that state, and its step."""
-        ...
 
 
 class BlockStack(NamedTuple):
@@ -125,15 +107,14 @@ class BlockStack(NamedTuple):
     step: Any  # of the last state of the block that is stored
     size: Any
 
-    def pushed(self, state: list[Any], step: Any, remaining: Any) -> "BlockStack":
-        """See `Stack.pushed`."""
-        del remaining
+    def pushed(self, state: list[Any], step: Any, _: Any) -> "BlockStack":
+        """With the current state, which is the one before `step`."""
         place = step - self.start
         states = [write(s, place, value) for s, value in zip(self.states, state, strict=True)]
         return self._replace(states=states, step=step)
 
     def popped(self) -> tuple["BlockStack", list[Any], Any]:
-        """See `Stack.popped`."""
+        """Without the last state; and that state, and its step."""
         step = self.step - 1
         ends = step < self.start
         block = jnp.maximum(self.start // self.size - ends.astype(jnp.int32), 0)
@@ -154,7 +135,7 @@ class SlotStack(NamedTuple):
     next_step: Any  # the state before it is to be stored
 
     def pushed(self, state: list[Any], step: Any, remaining: Any) -> "SlotStack":
-        """See `Stack.pushed`."""
+        """Perhaps with the current state; `remaining` steps are not walked back."""
         count = self.steps.size
         has_room = self.top < count
         place = jnp.minimum(self.top, count - 1)
@@ -173,18 +154,18 @@ class SlotStack(NamedTuple):
         return SlotStack(slots, put(self.steps, step), top, self.next_step + distance)
 
     def popped(self) -> tuple["SlotStack", list[Any], Any]:
-        """See `Stack.popped`."""
+        """As of blocks."""
         top = jnp.maximum(self.top - 1, 0)
         step = self.steps[top]
         return self._replace(top=top, next_step=step), [read(s, top) for s in self.slots], step
 
 
-def stack_of(saving: Saving, state_avals: Sequence[Any], track: Track, checkpoint_rows: Any, saved: list[Any]) -> Stack:
+def stack_of(sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> BlockStack | SlotStack:
     """What the forward loop has saved; the state to begin with is on top."""
-    if isinstance(saving, Blocks):
-        size = jnp.int32(saving.size)
+    if isinstance(sweep.saving, Blocks):
+        size = jnp.int32(sweep.saving.size)
         blocks = (track.num_steps + (size - 1)) // size
-        states = [unwritten(stacked(aval, saving.size)) for aval in state_avals]
+        states = [unwritten(stacked(aval, sweep.saving.size)) for aval in sweep.forward_avals.state]
         return BlockStack(saved, states, blocks * size, blocks * size, size)
     steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
     used = jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32)
@@ -194,14 +175,14 @@ def stack_of(saving: Saving, state_avals: Sequence[Any], track: Track, checkpoin
 class LargeState(NamedTuple):
     """The state of a running sweep."""
 
-    stack: Any
+    stack: BlockStack | SlotStack
     state: list[Any]
     step: Any  # before which the state is
     end: Any  # the step behind the last that is not walked back
     progress: LoopState  # the backward walk
 
 
-def sweep_large(track: Track, bodies: Bodies, y_avals: Sequence[Any], stack: Stack, progress: LoopState) -> LoopState:
+def sweep_large(track: Track, bodies: Bodies, stack: BlockStack | SlotStack, progress: LoopState) -> LoopState:
     """Walk back through all steps."""
 
     def one_step(at: LargeState) -> LargeState:
@@ -214,7 +195,7 @@ def sweep_large(track: Track, bodies: Bodies, y_avals: Sequence[Any], stack: Sta
             return bodies.back(bodies.backward.at(row).run, row, carry, record)
 
         def nothing(carry: list[Any]) -> tuple[list[Any], list[Any]]:
-            return carry, [zeros(aval) for aval in y_avals]
+            return carry, [zeros(aval) for aval in bodies.sweep.y_avals]
 
         # Rows of zeros are overwritten when these steps are walked back.
         carry, y = lax.cond(is_last, back, nothing, at.progress.carry)
@@ -294,10 +275,9 @@ def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **
     if sweep.inverse is not None:
         return sweep_inverse(sweep, track, SweepOperands(consts, init, saved, carry, xs))
     progress, recorded = LoopState(carry, ys, low), recording_of(sweep)
-    if recorded is None and is_large(sweep) and (parts := in_two_parts(sweep, False)):
+    if recorded is None and _in_loops(sweep.step) >= LARGE_STEP and (parts := in_two_parts(sweep, False)):
         bodies = bodies_of(sweep, consts, xs, parts)
-        stack = stack_of(sweep.saving, sweep.forward_avals.state, track, checkpoint_rows, saved)
-        progress = sweep_large(track, bodies, sweep.y_avals, stack, progress)
+        progress = sweep_large(track, bodies, stack_of(sweep, track, checkpoint_rows, saved), progress)
         return [*progress.carry, *progress.ys]
     bodies = bodies_of(sweep, consts, xs, recorded)
     if isinstance(sweep.saving, Blocks):

@@ -10,7 +10,7 @@ from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.settings import costs
-from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, trace, unflatten, weakly_cached
+from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, split_list, trace, weakly_cached
 from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
 from loopax._src.core.masking import asks_for_active
 from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
@@ -105,46 +105,30 @@ def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
 
     of_hoisted, of_record = ([known.out_avals[p] for p in positions] for positions in (hoisted, recorded))
     consts, _, carry, xs = sweep.backward_avals
-    avals = _BackInputs(consts, of_hoisted, carry, of_record, xs[:num_xs], xs[num_xs:])
+    # `front` are the rows of xs that the forward body reads.
+    avals = [consts, of_hoisted, carry, of_record, xs[:num_xs], xs[num_xs:]]
 
     def back(row: Any, *operands: Any) -> list[Any]:
-        on = unflatten(avals, operands)
-        values = dict(zip((*hoisted, *recorded), (*on.hoisted, *on.record), strict=True))
+        consts, of_hoisted, carry, of_record, front, others = split_list(operands, list(map(len, avals[:-1])))
+        values = dict(zip((*hoisted, *recorded), (*of_hoisted, *of_record), strict=True))
         if recompute is not None:
-            more = jaxpr_as_fun(recompute)(row, *on.consts, *on.front, *(values[p] for p in left))
+            more = jaxpr_as_fun(recompute)(row, *consts, *front, *(values[p] for p in left))
             values.update(zip(again, more, strict=True))
-        read = [values.get(r.position, row) if r.forwarded is None else on.front[r.forwarded] for r in residuals]
-        return jaxpr_as_fun(later)(*read, *on.carry, *on.others)
+        read = [values.get(r.position, row) if r.forwarded is None else front[r.forwarded] for r in residuals]
+        return jaxpr_as_fun(later)(*read, *carry, *others)
 
+    # For each leaf of a record, a leaf of the state of the same type; each is taken at most once.
+    free, places = list(enumerate(sweep.forward_avals.state)), list[int]()
+    for aval in of_record:
+        if found := next((item for item in free if item[1] == aval), None):
+            free.remove(found)
+            places.append(found[0])
     return Recording(
         replace_jaxpr(known, known.invars, [*known.outvars[:num_state], *(known.outvars[p] for p in recorded)]),
         hoisted_part(known, num_consts, hoisted),
         trace(back, [sweep.step.in_avals[0], *flatten(avals)]),
-        _places(sweep.forward_avals.state, of_record),
+        tuple(places) if len(places) == len(of_record) else None,
     )
-
-
-class _BackInputs(NamedTuple):
-    """What stands for each input of the part that walks back, behind the row."""
-
-    consts: Sequence[Any]
-    hoisted: Sequence[Any]
-    carry: Sequence[Any]
-    record: Sequence[Any]
-    front: Sequence[Any]  # rows of xs that the forward body reads
-    others: Sequence[Any]
-
-
-def _places(state: Sequence[Any], record: Sequence[Any]) -> tuple[int, ...] | None:
-    """For each leaf of a record, a leaf of the state of the same type; each is taken at most once."""
-    free, places = list(enumerate(state)), []
-    for aval in record:
-        found = next((item for item in free if item[1] == aval), None)
-        if found is None:
-            return None
-        free.remove(found)
-        places.append(found[0])
-    return tuple(places)
 
 
 # Equations of a step from which on a sweep with slots holds it once for all that is evaluated again. With fewer, it is

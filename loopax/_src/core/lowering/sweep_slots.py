@@ -44,12 +44,8 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
     segment = Segment([read(s, last) for s in saved], stored_steps[last], last, stored_steps, saved)
 
     def one_run(sweep: BinomialState) -> BinomialState:
-        if bodies.replay_is_long:
-            last, run = _divide_and_store(track, bodies, sweep.segment, sweep.end)
-        else:
-            run = _divide(track, bodies, sweep.segment, sweep.end)
-            last, slots = _store_run(track, bodies, run, sweep.end)
-            run = run._replace(slots=slots)
+        divide = _divide_and_store if bodies.replay_is_long else _divide_then_store
+        last, run = divide(track, bodies, sweep.segment, sweep.end)
 
         # Walk the run backward, from what the last step would have stored. A step also reads what the step before it
         # needs: for the first step of the run, that is what stands in the slot before it.
@@ -71,10 +67,11 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
     return lax.while_loop(lambda sweep: sweep.end > 0, one_run, sweep).progress
 
 
-def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment:
-    """Pass on, leaving states in slots, to where all states from there on fit into the free slots."""
-    count = segment.stored_steps.size
+def _divide_then_store(track: Track, bodies: Bodies, segment: Segment, end: Any) -> tuple[list[Any], Segment]:
+    """Find and store the next run; returns what its last step would store, and its first step, with all slots."""
+    count, walk = segment.stored_steps.size, RowLoop(reverse=False, unroll=track.ahead.unroll)
 
+    # Pass on, leaving states in slots, to where all states from there on fit into the free slots.
     def too_long(segment: Segment) -> Any:
         free = count - segment.slot
         return (free > 0) & (end - segment.step > free + 1)
@@ -85,26 +82,20 @@ def _divide(track: Track, bodies: Bodies, segment: Segment, end: Any) -> Segment
         distance = schedule.advance(end - step, count - slot)
         take = lambda body, row, _, state: (bodies.step(body, row, state)[0], [])  # noqa: E731
         steps = Steps(bodies.forward, take, track.ahead, track.row(step))
-        start = LoopState(state, [], jnp.int32(0))
-        passed = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, start, distance)
+        passed = walk.run(steps, LoopState(state, [], jnp.int32(0)), distance)
         return Segment(passed.carry, step + distance, slot + 1, write(stored_steps, slot, step), slots)
 
-    return lax.while_loop(too_long, shorter, segment)
-
-
-def _store_run(track: Track, bodies: Bodies, run: Segment, end: Any) -> tuple[list[Any], list[Any]]:
-    """What the last step would store, and the slots with what the others have stored."""
+    run = lax.while_loop(too_long, shorter, segment)
+    # Store what all of its steps but the last one do.
     steps = bodies.replay_steps(track.ahead, track.row(run.step), written=lambda position: run.slot + position)
-    used = [run.slots[place] for place in bodies.places]
-    progress = LoopState(run.state, used, jnp.int32(0))
-    progress = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, progress, end - run.step - 1)
-    slots = list(run.slots)
+    progress = LoopState(run.state, [run.slots[place] for place in bodies.places], jnp.int32(0))
+    progress = walk.run(steps, progress, end - run.step - 1)
+    slots, last, row = list(run.slots), progress.carry, track.row(end - 1)
     for place, slot in zip(bodies.places, progress.ys, strict=True):
         slots[place] = slot
-    if not bodies.records:
-        return progress.carry, slots
-    row = track.row(end - 1)
-    return bodies.step(bodies.replay.at(row).run, row, progress.carry)[1], slots
+    if bodies.records:
+        _, last = bodies.step(bodies.replay.at(row).run, row, progress.carry)
+    return last, run._replace(slots=slots)
 
 
 class OneLoop(NamedTuple):
@@ -117,7 +108,7 @@ class OneLoop(NamedTuple):
 
 
 def _divide_and_store(track: Track, bodies: Bodies, segment: Segment, end: Any) -> tuple[list[Any], Segment]:
-    """`_divide` and `_store_run` in one loop, so that the program holds a long step once for both.
+    """`_divide_then_store` in one loop, so that the program holds a long step once for both.
 
     Each iteration evaluates a step and writes to a slot. Where nothing is to be stored, it writes what is there.
     """
