@@ -15,14 +15,6 @@ GUNS, LONGEST, DESCENTS = 64, 4000, 100
 CLOSE = 0.05  # metres
 
 
-def guns() -> tuple[Any, Any]:
-    """Angles and speeds: some shots take twenty times as many steps as others."""
-    random = np.random.RandomState(0)
-    angles = random.uniform(0.3, 1.2, GUNS)
-    speeds = np.clip(random.lognormal(3.2, 0.6, GUNS), 6.0, 120.0)
-    return jnp.asarray(angles, jnp.float32), jnp.asarray(speeds, jnp.float32)
-
-
 def fly(drag: Any, shot: Any) -> Any:
     """One step of `DT` seconds; a shot is (x, y, speed to the right, speed upwards)."""
     x, y, right, up = shot
@@ -114,11 +106,12 @@ WIDTH, HEIGHT, SHOWN = 76, 16, 5
 fire = jax.jit(shots)  # one program for all volleys
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(_arguments: argparse.Namespace) -> int:
     """Fire, report, differentiate, fit and aim; the exit code is 1 where a gradient is wrong."""
-    del arguments
-    start = time.perf_counter()
-    angles, speeds = guns()
+    start, random = time.perf_counter(), np.random.RandomState(0)
+    angles = jnp.asarray(random.uniform(0.3, 1.2, GUNS), jnp.float32)
+    # With these, some shots take twenty times as many steps as others.
+    speeds = jnp.asarray(np.clip(random.lognormal(3.2, 0.6, GUNS), 6.0, 120.0), jnp.float32)
     print(f"{GUNS} cannons fire. Each shot is a `while_loop` that ends where the shot lands:\n")
     chosen = slice(None, None, GUNS // SHOWN)
     print(drawing(angles[chosen], speeds[chosen], WIDTH, HEIGHT))

@@ -105,9 +105,8 @@ def lapack_threads() -> Setting:
     return Setting(name, f"{late:.0f} ms late", note)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(_arguments: argparse.Namespace) -> int:
     """Look at everything; the exit code is 1 if something fails, else 0."""
-    del arguments
     start = time.perf_counter()
     packages = versions.found()
     rows = [[p.name, p.version or "-", p.wanted, p.extra, p.status] for p in packages]

@@ -1,10 +1,8 @@
 """Which versions are installed, and whether loopax is tested with them, by what its own package says."""
 
-import operator
 import os
 import platform
 import re
-from collections.abc import Callable
 from importlib import metadata
 from itertools import takewhile, zip_longest
 from pathlib import Path
@@ -33,14 +31,6 @@ def processor() -> str:
 
 
 _REQUIREMENT = re.compile(r"([\w.\-]+)(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;.*?extra\s*==\s*['\"]([\w\-]+)['\"])?")
-_COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
 
 
 class Installed(NamedTuple):
@@ -82,12 +72,12 @@ def found() -> list[Installed]:
 
 def in_range(version: str, wanted: str) -> bool:
     """Whether a version is in a range such as `>=0.10.0,<2`, by the numbers of its release."""
-    for part in filter(None, (part.strip() for part in wanted.split(","))):
-        match = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", part)
+    for part in filter(None, map(str.strip, wanted.split(","))):
+        match = re.fullmatch(r"(>=|<)\s*([\d.]+)", part)
         if match is None:
-            raise ValueError(f"the range {part!r} of a requirement is none of {', '.join(_COMPARISONS)} and a version")
-        pairs = list(zip_longest(_release(version), _release(match[2]), fillvalue=0))
-        if not _COMPARISONS[match[1]](tuple(ours for ours, _ in pairs), tuple(limit for _, limit in pairs)):
+            raise ValueError(f"the range {part!r} of a requirement is neither >= nor < and a version")
+        ours, limit = zip(*zip_longest(_release(version), _release(match[2]), fillvalue=0), strict=True)
+        if (ours >= limit) != (match[1] == ">="):
             return False
     return True
 

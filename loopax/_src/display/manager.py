@@ -164,9 +164,8 @@ class Displays:
 
     def close_all(self) -> None:
         """No program runs any more."""
-        with self._lock:
-            for key in reversed(list(self._open)):
-                self._close(key, finished=False)
+        for key in reversed(list(self._open)):
+            self.close(key)
 
     def _reopen(self, number: int, run: Run) -> Display:
         """The display of a run, also if it was closed since the run last reported."""

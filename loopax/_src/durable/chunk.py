@@ -32,12 +32,7 @@ class RowPlan(NamedTuple):
 
     capacity: int
     first: int  # the row of the first step
-    reverse: bool
-
-    @property
-    def direction(self) -> int:
-        """From the row of a step to that of the next."""
-        return -1 if self.reverse else 1
+    direction: int  # 1, or -1: from the row of a step to that of the next
 
     def of_step(self, steps: int) -> int:
         """The row of the step that comes after so many."""
@@ -45,7 +40,7 @@ class RowPlan(NamedTuple):
 
     def taken(self, steps: int, some: int) -> tuple[int, int]:
         """The rows of some steps that come after so many, from and to."""
-        low = self.of_step(steps + some - 1 if self.reverse else steps)
+        low = self.of_step(steps if self.direction > 0 else steps + some - 1)
         return low, low + some
 
 

@@ -103,12 +103,12 @@ def compare_with_stored(where: str, root: Path, new: StoredProgram, anyway: bool
     """Compare a program with the stored one, and store it where it is new."""
 
     def compare() -> None:
-        old = _stored(where, root)
-        differed = [] if old is None else _compare(where, root, old, new, anyway)
-        found = new if old is None else replace(new, went_on_anyway=old.went_on_anyway)
-        if differed:
-            when = f"{datetime.now(UTC).isoformat(timespec='seconds')}\n"
-            found = replace(found, went_on_anyway=[*found.went_on_anyway, when + "\n".join(differed)])
+        old, anyways = _stored(where, root), []
+        if old is not None:
+            anyways = old.went_on_anyway
+            if differed := _compare(where, root, old, new, anyway):
+                anyways = [*anyways, "\n".join([datetime.now(UTC).isoformat(timespec="seconds"), *differed])]
+        found = replace(new, went_on_anyway=anyways)
         if found != old:
             write_whole(root / "program.json", json.dumps(asdict(found), indent=1))
 

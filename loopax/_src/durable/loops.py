@@ -343,7 +343,8 @@ def scan(
     extent = scan_rows(words, options, f, stop, xs, length, reverse)
     low, high = int(extent.low), int(extent.high)
     total = None if extent.capacity is None and length is None else high - low
-    rows = RowPlan(extent.capacity or 0, high - 1 if extent.reverse else low, extent.reverse)
+    first, direction = (high - 1, -1) if extent.reverse else (low, 1)
+    rows = RowPlan(extent.capacity or 0, first, direction)
     call = scan_step(words, options, f, stop, has_rows=extent.capacity is not None)
     arrays, spec = pack(freeze(xs))
     row_spec = spec.rows()
@@ -371,7 +372,7 @@ def scan(
         stops=stop is not None,
         unroll=arguments.unroll_steps(words.name, unroll, total, stop is not None),
         rows=rows,
-        settings={"first row": str(rows.first)} | ({"rows of xs": str(extent.capacity)} if arrays else {}),
+        settings={"first row": str(first)} | ({"rows of xs": str(extent.capacity)} if arrays else {}),
         arrays={f"xs, array {i}": x for i, x in enumerate(arrays)},
     )
     return run_job(job, directory, checkpoint_every, keep, resume, chunk_steps)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Required
+from typing import Any, Required
 
 import jax
 import numpy as np
@@ -163,17 +163,13 @@ class DurableOptions(CommonOptions, total=False):
     chunk_steps: int | None
 
 
-class Checked(NamedTuple):
-    root: Path  # the directory
-    pace: SavePace
-    keep: int
-    anyway: bool
-
-
 def check(
     name: str, directory: Any, every: Any, keep: Any, resume: Any, chunk_steps: Any = None, unroll: int = 1
-) -> Checked:
-    """Understand them. The directory is made last, if it is not there; an error where it cannot be written to."""
+) -> tuple[Path, SavePace, int, bool]:
+    """The directory, when to save, how many saves to keep, and whether to resume another program.
+
+    The directory is made last, if it is not there; an error where it cannot be written to.
+    """
     every, in_steps = checkpoint_every(name, every)
     keep = an_int(f"{name}(keep=...)", keep, ", the number of saves")
     if keep < 1:
@@ -196,7 +192,7 @@ def check(
             "make files",
             str(root),
         ) from error
-    return Checked(root, SavePace(every, in_steps, chunk_steps, unroll), keep, resume == "anyway")
+    return root, SavePace(every, in_steps, chunk_steps, unroll), keep, resume == "anyway"
 
 
 def loop_options(

@@ -389,7 +389,6 @@ class Outputs:
                 _describe(self.root, _described(self.root)["arrays"], self._written)
 
     def _finish(self) -> None:
-        """Wait for what is being written."""
         writing, self._writing = self._writing, []
         with _clear_errors():
             for future in writing:

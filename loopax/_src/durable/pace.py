@@ -99,11 +99,9 @@ class SavePace:
 
     def chunk(self, steps: int) -> int:
         """Steps to take next, without regard to the end of the loop."""
-        most = self.chunk_steps
-        if most is None and self.step_seconds is None:
-            most = 1
-        elif most is None:  # as many as take about as long as a chunk should
-            most = max(min(int(self._look_seconds / max(self.step_seconds or 0, 1e-9)), _GROWTH * self.last_chunk), 1)
+        most = self.chunk_steps or 1
+        if self.chunk_steps is None and self.step_seconds is not None:  # as many as take as long as a chunk should
+            most = max(min(int(self._look_seconds / max(self.step_seconds, 1e-9)), _GROWTH * self.last_chunk), 1)
         if self.in_steps:
             most = min(most, max(self.next_save - steps, 1))
         return max(most - most % self.unroll, self.unroll)

@@ -103,12 +103,12 @@ def run_job(job: Job, *durability: Any) -> Any:
     options, name = job.options, job.options.name
     if job.cut and not job.stops and options.throw:
         raise ValueError(limit_message(name, job.total))
-    checked = check(name, *durability, unroll=job.unroll)
+    root, pace, keep, anyway = check(name, *durability, unroll=job.unroll)
     start = job.start(0)
     # A chunk of one row describes the program, whatever the number of rows.
     one = trace(job, start, job.rows and 1)
     refuse_unsavable(name, [*types_of("carry", one.spec), *types_of("outputs", one.y_spec)])
-    with locked(name, checked.root):
+    with locked(name, root):
         # A chunk has as many steps as its outputs have rows; how many there may be, `one` has told.
         rows = None
         if job.rows and one.y_spec.avals:
@@ -116,10 +116,9 @@ def run_job(job: Job, *durability: Any) -> Any:
         traced = trace(job, start, rows) if job.rows else one
         chunk = CompiledChunk(traced, start, MOST_STEPS if rows is None else rows)
         step = trace_step(job.step, start, one.init, always if job.stops else None)
-        compare_with_stored(name, checked.root, describe(job, step, one, chunk.first), checked.anyway)
-        outputs = Outputs(name, checked.root, traced.y_spec, job.rows) if job.rows else None
-        saves = Saves(name, checked.root, checked.keep, checked.pace, outputs)
-        with closing(saves):
+        compare_with_stored(name, root, describe(job, step, one, chunk.first), anyway)
+        outputs = Outputs(name, root, traced.y_spec, job.rows) if job.rows else None
+        with closing(Saves(name, root, keep, pace, outputs)) as saves:
             state = _go_on(job, chunk, saves)
         reached = state.steps == job.total and state.goes_on and (job.cut or job.condition is not None)
         if reached and options.throw:

@@ -172,8 +172,7 @@ def checksums(arrays: Sequence[Any]) -> list[str]:
 
     Sums of integers modulo 2**32 are the same in whatever order they are taken, so each device adds up what it holds.
     """
-    sums = [np.asarray(pair) for pair in _sums(list(arrays))]
-    return ["".join(f"{int(word):08x}" for word in pair) for pair in sums]
+    return [np.asarray(pair).astype(">u4").tobytes().hex() for pair in _sums(list(arrays))]
 
 
 @jax.jit

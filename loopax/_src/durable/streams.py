@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,9 +18,9 @@ from jaxtyping import PyTree
 
 from loopax._src.durable.chunk import RowPlan
 from loopax._src.durable.identity import compare_with_stored, refuse_unsavable, stored_program_of, types_of
-from loopax._src.durable.options import Checked, check, locked, refuse_transformations
+from loopax._src.durable.options import check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs, Rows
-from loopax._src.durable.pace import Interrupts, watching
+from loopax._src.durable.pace import Interrupts, SavePace, watching
 from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.step_hash import Written
 from loopax._src.jax_internals import api_boundary
@@ -150,16 +151,16 @@ def lanes_stream(
     checked = check(_NAME, directory, checkpoint_every, keep, resume)
     if jax.process_count() > 1:
         raise NotImplementedError(f"{_NAME} runs in one process, and there are {jax.process_count()}.")
-    with locked(_NAME, checked.root):
+    with locked(_NAME, checked[0]):
         return _StreamRun(lanes, iter(items), throw, checked).to_the_end()
 
 
 class _StreamRun:
-    """A run in a directory of its own."""
-
-    def __init__(self, lanes: WorkingLanes, items: Iterator[Any], throw: bool, checked: Checked) -> None:
+    def __init__(
+        self, lanes: WorkingLanes, items: Iterator[Any], throw: bool, checked: tuple[Path, SavePace, int, bool]
+    ) -> None:
         """The first item says what all are like."""
-        self._lanes, self._throw = lanes, throw
+        self._lanes, self._throw, (root, pace, keep, anyway) = lanes, throw, checked
         first = list(islice(items, 1))
         if not first:
             raise ValueError(f"{_NAME}(items=...): there is no item, and the first one says what all are like.")
@@ -175,10 +176,10 @@ class _StreamRun:
         written = Written(made.program, [*[None] * len(given), *(path for path, _ in item)], {}, given)
         types = {path: aval.str_short() for path, aval in [*item, *results]}
         described = stored_program_of(_NAME, {"lanes": str(lanes.num_lanes)}, types, {}, written)
-        compare_with_stored(_NAME, checked.root, described, checked.anyway)
-        plan = RowPlan(_FIRST_ROOM, 0, reverse=False)
-        self._outputs = Outputs(_NAME, checked.root, _with_rows_of(made.results), plan, {_ITEMS: _NO_ITEM})
-        self._saves = Saves(_NAME, checked.root, checked.keep, checked.pace, self._outputs)
+        compare_with_stored(_NAME, root, described, anyway)
+        plan = RowPlan(_FIRST_ROOM, 0, direction=1)
+        self._outputs = Outputs(_NAME, root, _with_rows_of(made.results), plan, {_ITEMS: _NO_ITEM})
+        self._saves = Saves(_NAME, root, keep, pace, self._outputs)
         self._rows = 0  # that are written, or are being written
 
     def to_the_end(self) -> StreamOutputs:
@@ -192,8 +193,7 @@ class _StreamRun:
             self._saves.close()
             if self._outputs.writes:
                 self._outputs.resize(self._rows)
-        found = self._outputs.rows()
-        return StreamOutputs(found["items"], found["failed"], found["results"])
+        return StreamOutputs(**self._outputs.rows())
 
     def _go_on(self) -> None:
         """The lanes of the newest save, and the items that come after."""
@@ -219,14 +219,14 @@ class _StreamRun:
             if pace.must_wait(before, 1):
                 saves.finish()
             is_time = pace.should_save(before)
-            goes_on = self._take(start_next=not is_time)
+            goes_on = self._write_finished(start_next=not is_time)
             pace.took(self._number - before, time.monotonic() - begun)
             if is_time:
                 saves.save(self._state())
             else:
                 saves.look()
         if self._lanes.is_running:
-            self._take(start_next=False)
+            self._write_finished(start_next=False)
         saves.end(self._state(), interrupts, f"{self._rows} items")
         self._lanes.items.raise_error()
 
@@ -236,7 +236,7 @@ class _StreamRun:
         report = self._lanes.report()
         return self._before + report.iterations + report.items
 
-    def _take(self, start_next: bool) -> bool:
+    def _write_finished(self, start_next: bool) -> bool:
         """Write what was finished; false where nothing is left to do."""
         finished = self._lanes.look(start_next, _PATIENCE)
         if finished is None:

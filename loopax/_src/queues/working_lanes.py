@@ -109,10 +109,7 @@ class Program(NamedTuple):
 
 
 def compiled(function: Spec, item: Spec, lanes: int, places: int, info: bool) -> Program:
-    """The program of a function and items like these; that of an earlier stream where it is the same.
-
-    A round has so many places for items.
-    """
+    """The program of a function and items like these; that of an earlier stream where it is the same."""
     context = trace_context(), settings_here()  # the former knows not all of the latter
     try:
         hash((function, item))
@@ -259,7 +256,6 @@ class WorkingLanes:
         return [*self._waiting, *self.items.stop()]
 
     def close(self) -> None:
-        """Fetch no more, and let go of the lanes."""
         self.items.stop(wait=False)
         self._shown.end(finished=False)
         self._state = self._running = self._block = None
