@@ -128,11 +128,6 @@ def programs() -> list[CopyTest]:
     ]
 
 
-def verdicts(program: CopyTest) -> list[Verdict]:
-    """Forward and gradient."""
-    return [judge(program, gradient) for gradient in (False, True)]
-
-
 def _rows_written(capacity: int, x: Any, n: Any) -> Any:
     _, ys = lx.scan(lambda x, _: (jnp.sin(x), x), x, length=n, max_steps=capacity, kind="checkpointed")
     return (ys**2).sum()

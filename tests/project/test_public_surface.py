@@ -61,7 +61,7 @@ loopax:
     share(stretches)
     plot(stretches=, axes=)
   Lanes()
-  LanesStream(f, items, lanes, ordered, pace, ahead, throw, info, resume, shown)
+  LanesStream(working, items, ordered, throw, resume)
     close()
     suspend()
     report()

@@ -167,8 +167,7 @@ def _is_live() -> bool:
 
 
 def _is_terminal() -> bool:
-    is_terminal = getattr(sys.stderr, "isatty", None)
-    return bool(is_terminal and is_terminal())
+    return getattr(sys.stderr, "isatty", lambda: False)()
 
 
 def _write(text: str) -> None:

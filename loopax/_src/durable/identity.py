@@ -168,8 +168,7 @@ def _compare(where: str, root: Path, old: StoredProgram, new: StoredProgram, any
             'give resume="anyway" to go on from its state nevertheless.'
         )
     if shown:
-        text = f"{where}: going on with a run of another program:\n{shown}"
-        warnings.warn(text, AnotherProgramWarning, stacklevel=2)
+        warnings.warn(f"{where}: going on with a run of another program:\n{shown}", AnotherProgramWarning, stacklevel=2)
     return program
 
 

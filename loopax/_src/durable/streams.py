@@ -225,7 +225,7 @@ class _StreamRun:
                 saves.save(self._state())
             else:
                 saves.look()
-        if self._lanes.is_running:
+        if self._lanes.running is not None:
             self._write_finished(start_next=False)
         saves.end(self._state(), interrupts, f"{self._rows} items")
         self._lanes.items.raise_error()

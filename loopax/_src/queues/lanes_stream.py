@@ -144,9 +144,9 @@ class LanesStream(Iterator[Any]):
                 raise ValueError(
                     "suspend(): the stream is closed. Suspend it before it ends, inside of its `with` block."
                 )
-            if self._working.is_running:
+            if self._working.running is not None:
                 self._look(start_next=False)
-            waiting = self._working.stop()
+            waiting = [*self._working.waiting, *self._working.items.stop()]
             at = self._working.busy()
             where, state, items = np.full(self._working.num_lanes, NO_ITEM, np.int64), [], []
             if at is not None:
@@ -213,7 +213,7 @@ class LanesStream(Iterator[Any]):
         ready = [items.ready(int(index), item) for index, item in suspended.unfinished]
         items.count = int(suspended.fetched)
         busy = np.flatnonzero(where != NO_ITEM)
-        self._working.wait_with(ready[len(busy) :])
+        self._working.waiting.extend(ready[len(busy) :])
         if len(busy):
             inputs = [np.zeros((self._working.num_lanes, *x.shape), x.dtype) for x in ready[0][1]]
             for lane, (_, arrays) in zip(busy, ready, strict=False):

@@ -192,15 +192,15 @@ class WorkingLanes:
         self._places = max(self.num_lanes // PART, 1)  # for items of a round
         self._rounds = 2 * self.num_lanes // self._places  # of a chunk, at most
         self._pace, self._name, self._info = ChunkPace(chunk_steps), name, info
-        self._waiting: deque[tuple[int, Any]] = deque()  # with their arrays
+        self.waiting: deque[tuple[int, list[np.ndarray]]] = deque()  # items that were taken, for a lane
         self._in_lanes: dict[int, int] = {}  # by number: the index
         self._program: Program | None = None
         self._state: Any = None
-        self._running: Any = None  # what a chunk will have found, and what it was given
+        self.running: Any = None  # what a chunk will have found, and what it was given
         self._block: tuple[Any, Block] | None = None  # the first item that waits, and the next chunk's
         self._counts = [0] * 5  # items, iterations, useful, and the last two until the source ended
         self._began: float | None = None
-        self._ended: float | None = None
+        self._seconds = 0.0  # from there to when a chunk was last done
         self.items = Items(prefetch * self.num_lanes)
         finalize(self, self.items.stop, wait=False)
         self.num_begun = 0  # items that are or were in lanes: the first ones
@@ -218,10 +218,6 @@ class WorkingLanes:
                 self._state = self._program.empty()
         return self._program
 
-    @property
-    def is_running(self) -> bool:
-        return self._running is not None
-
     def look(self, start_next: bool = True, patience: float | None = None) -> Finished | None:
         """Wait for the chunk that is running, or else for an item; None where nothing is left to do.
 
@@ -229,7 +225,7 @@ class WorkingLanes:
         """
         with with_settings(self._settings):
             self._shown.begin(self.finished_before)
-            if self._running is None and not self._start():
+            if self.running is None and not self._start():
                 if self.items.is_empty:
                     self._shown.end(finished=True)
                     return None
@@ -251,15 +247,11 @@ class WorkingLanes:
     def message(self, index: int, error: int) -> str:
         return f"item {index} of {self._name}: {with_amount(self.program.made.messages[error], None)}"
 
-    def stop(self) -> list[tuple[int, list[np.ndarray]]]:
-        """Fetch no more; returns the items that wait for a lane. One that is being fetched is waited for."""
-        return [*self._waiting, *self.items.stop()]
-
     def close(self) -> None:
         self.items.stop(wait=False)
         self._shown.end(finished=False)
-        self._state = self._running = self._block = None
-        self._waiting.clear()
+        self._state = self.running = self._block = None
+        self.waiting.clear()
         self._in_lanes.clear()
 
     def busy(self) -> BusyLanes | None:
@@ -289,14 +281,9 @@ class WorkingLanes:
         inside = jax.tree.structure(self._state.inside).unflatten(at.inside)
         self._state = jax.device_put(self._state._replace(item=numbers, inputs=list(at.inputs), inside=inside))
 
-    def wait_with(self, items: Iterable[tuple[int, list[np.ndarray]]]) -> None:
-        """These items, which are made ready, are next."""
-        self._waiting.extend(items)
-
     def report(self) -> StreamReport:
-        items, iterations, useful, iterations_fed, useful_fed = self._counts
-        seconds = (self._ended or 0.0) - (self._began or 0.0)
-        return StreamReport(items, self.num_lanes, iterations, useful, iterations_fed, useful_fed, seconds)
+        items, *counts = self._counts
+        return StreamReport(items, self.num_lanes, *counts, seconds=self._seconds)
 
     # ---- chunks
 
@@ -305,14 +292,14 @@ class WorkingLanes:
         free = self.num_lanes - len(self._in_lanes)
         (first_item, block), self._block = self._block or (None, None), None
         # The items that were placed are used where no other comes first, and enough lanes are free.
-        if not (block and self._waiting[0] is first_item and free >= block.first):
+        if not (block and self.waiting[0] is first_item and free >= block.first):
             if not self._fill() and not self._in_lanes:
                 return False
             block = self._place(free)
         program = self.program
-        given = [self._waiting.popleft() for _ in range(sum(block.counts))]
-        is_last = self.items.is_empty and not self._waiting
-        has_more = bool(self._waiting) or (not is_last and len(self.items.fetched) > 0)
+        given = [self.waiting.popleft() for _ in range(sum(block.counts))]
+        is_last = self.items.is_empty and not self.waiting
+        has_more = bool(self.waiting) or (not is_last and len(self.items.fetched) > 0)
         rows = self._rounds if is_last else len(block.counts) or 1
         wanted = self._places if is_last else 1
         counts = (np.int32(len(block.counts)), np.int32(rows), np.bool_(has_more), np.int32(wanted))
@@ -321,22 +308,23 @@ class WorkingLanes:
         start = time.perf_counter()
         self._began = start if self._began is None else self._began
         self._state, found = program.run(self._state, shared, item_rows, np.int32(self._pace.steps))
-        self._running = found, given, block.counts, start, is_last
+        self.running = found, given, block.counts, start, is_last
         return True
 
     def _collect(self) -> tuple[list[int], np.ndarray, list[jax.Array]]:
         """Wait for the chunk that is running; returns which items are done, at which of its places, and all outputs."""
-        found, given, counts, start, is_last = self._running
+        found, given, counts, start, is_last = self.running
         was_done = found.iterations.is_ready()
         chunk = jax.device_get(found._replace(outputs=[]))
-        self._running = None  # an interrupt of the wait loses nothing
-        self._ended = time.perf_counter()
+        self.running = None  # an interrupt of the wait loses nothing
+        ended = time.perf_counter()
+        self._seconds = ended - (self._began or ended)
         rows, iterations, useful = int(chunk.rows), int(chunk.iterations), int(chunk.useful)
-        self._pace.measured(iterations, self._ended - start, at_most=was_done)
+        self._pace.measured(iterations, ended - start, at_most=was_done)
         begun = sum(counts[:rows])
         self.num_begun += begun
         self._in_lanes.update((index % NUMBERS, index) for index, _ in given[:begun])
-        self._waiting.extendleft(reversed(given[begun:]))
+        self.waiting.extendleft(reversed(given[begun:]))
         numbers = chunk.finished[: rows + 1]
         done = numbers != NO_ITEM
         indices = [self._in_lanes.pop(number) for number in numbers[done].tolist()]
@@ -350,14 +338,14 @@ class WorkingLanes:
     def _prepare(self) -> None:
         """Place the items of the next chunk while the device runs, where they are all there."""
         self._fill()
-        if len(self._waiting) >= self._most_items(self._places):
+        if len(self.waiting) >= self._most_items(self._places):
             block = self._place(self._places)
             numbers, inputs = jax.device_put((block.numbers, block.inputs))
-            self._block = self._waiting[0], block._replace(numbers=numbers, inputs=inputs)
+            self._block = self.waiting[0], block._replace(numbers=numbers, inputs=inputs)
 
     def _place(self, free: int) -> Block:
         """The first items that wait, as many as a chunk takes, in rows, of which the first has `free` at most."""
-        items = list(islice(self._waiting, self._most_items(free)))
+        items = list(islice(self.waiting, self._most_items(free)))
         numbers = np.full((self._rounds, self._places), NO_ITEM, np.int32)
         inputs = [np.zeros((*numbers.shape, *aval.shape), aval.dtype) for aval in self.items.spec.avals]
         counts = [min(len(items), free, self._places)] if items else []
@@ -377,5 +365,5 @@ class WorkingLanes:
     def _fill(self) -> bool:
         """Take items that are there, as many as a chunk has room for; whether any wait for a lane."""
         room = self._most_items(self.num_lanes) if self._program else self.num_lanes
-        self._waiting.extend(self.items.take(max(room - len(self._waiting), 0)))
-        return bool(self._waiting)
+        self.waiting.extend(self.items.take(max(room - len(self.waiting), 0)))
+        return bool(self.waiting)
