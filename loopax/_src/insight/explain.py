@@ -248,7 +248,14 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
         yield f"runs: {_runs(loop)}"
         yield from no_gradient
         return
-    yield f"steps: {_steps(loop)}"
+    most = "no static bound" if loop.most_steps is None else f"{'' if loop.is_fixed else 'at most '}{loop.most_steps}"
+    chosen = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
+    if loop.mixed_by:
+        chosen += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
+    elif loop.lanes_taken != loop.lanes:
+        chosen += f", which takes {loop.lanes_taken!r}"
+    waiting = f", {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else ""
+    yield f"steps: {most}{chosen}{waiting}"
     # A gradient stores as much for each of these; for one, where the loop itself is of all lanes.
     lanes = loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
     if loop.kind is not None:
@@ -275,18 +282,6 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
             yield f"body evaluations: {counts}{back}{bound}"
     else:
         yield from no_gradient
-
-
-def _steps(loop: LoopExplanation) -> str:
-    """How many there are, and how those of lanes run."""
-    most = "no static bound" if loop.most_steps is None else f"{'' if loop.is_fixed else 'at most '}{loop.most_steps}"
-    lanes = "" if loop.lanes is None or loop.lanes == Lockstep() else f", {loop.lanes!r}"
-    if loop.mixed_by:
-        lanes += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
-    elif loop.lanes_taken != loop.lanes:
-        lanes += f", which takes {loop.lanes_taken!r}"
-    waiting = f", {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else ""
-    return f"{most}{lanes}{waiting}"
 
 
 def _runs(loop: LoopExplanation) -> str:

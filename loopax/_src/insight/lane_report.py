@@ -222,16 +222,13 @@ def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -
     steps = counts.reshape(-1)
     chosen = to_lanes(lanes)
     how = chosen if isinstance(chosen, Compact) else Compact()
-    rows = inner if inner is None else _rows_of_lanes(steps, _counts("inner", inner))
-    return LaneReport(
-        steps,
-        [_stretch(steps, len(steps), 0, int(steps.max(initial=0)))],  # all lanes until the slowest is done
-        in_groups(steps, how),
-        in_stages(steps, how),
-        [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))],  # one lane after another
-        None if rows is None else nested_lockstep(rows),
-        None if rows is None else free_lanes(rows),
-    )
+    nested = free = None
+    if inner is not None:
+        rows = _rows_of_lanes(steps, _counts("inner", inner))
+        nested, free = nested_lockstep(rows), free_lanes(rows)
+    in_lockstep = [_stretch(steps, len(steps), 0, int(steps.max(initial=0)))]  # all lanes until the slowest is done
+    one_by_one = [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))]
+    return LaneReport(steps, in_lockstep, in_groups(steps, how), in_stages(steps, how), one_by_one, nested, free)
 
 
 def _counts(name: str, value: Any) -> np.ndarray:

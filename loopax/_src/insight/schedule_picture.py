@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
+from loopax._src.core import Blocks, BlocksThenResiduals, Checkpoints, EveryCarry, Plan, WalkBack
 from loopax._src.core.ir.plan import (
     Blocks,
     BlocksThenResiduals,
@@ -24,21 +25,6 @@ from loopax._src.schedule.online import online, online_stored
 WIDEST, TALLEST = 120, 40
 
 # What plans mean for a loop of so many steps. A plan that is none of these stores the carry before every step.
-
-
-def _in_words(plan: Plan, num_steps: int) -> str:
-    """The schedule in words."""
-    match plan:
-        case Blocks():
-            return f"two levels, {counted(plan.rows(num_steps), 'block')} of {plan.size} steps"
-        case BlocksThenResiduals():
-            replayed = num_steps - plan.recorded
-            then = f"then {plan.recorded} steps with residuals"
-            return f"{_in_words(plan.blocks, replayed)}, {then}" if replayed else "residuals of every step"
-        case Slots():
-            schedule = "binomial, known length" if plan.length_known else "online, unknown length"
-            return f"{schedule}, at most {counted(plan.count, 'carry', 'carries')}"
-    return "every carry"
 
 
 def actions_of(plan: Plan | None, num_steps: int, records: bool) -> Iterator[Action]:
@@ -115,7 +101,18 @@ class SchedulePicture:
     @property
     def name(self) -> str:
         """The schedule in words."""
-        return _in_words(self._plan, self.num_steps)
+        plan, replayed, then = self._plan, self.num_steps, ""
+        if isinstance(plan, BlocksThenResiduals):
+            then, replayed = f", then {plan.recorded} steps with residuals", replayed - plan.recorded
+            plan = plan.blocks
+            if not replayed:
+                return "residuals of every step"
+        if isinstance(plan, Blocks):
+            return f"two levels, {counted(plan.rows(replayed), 'block')} of {plan.size} steps{then}"
+        if isinstance(plan, Slots):
+            schedule = "binomial, known length" if plan.length_known else "online, unknown length"
+            return f"{schedule}, at most {counted(plan.count, 'carry', 'carries')}"
+        return "every carry"
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
