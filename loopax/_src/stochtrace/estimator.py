@@ -180,7 +180,7 @@ def ends_in_errors(
     # Student's quantile: from a table, or, for many samples, from a series (Abramowitz & Stegun 1964, 26.7.5).
     table = jnp.asarray(stdtrit(np.arange(1.0, _TABULATED + 1), (1 + level) / 2))
     freedom = jnp.maximum(num_samples - 1, 1)
-    z, x = _normal_quantile(level), 1 / freedom.astype(table.dtype)
+    z, x = float(ndtri((1 + level) / 2)), 1 / freedom.astype(table.dtype)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     series = z + x * (first + x * (second + x * third))
@@ -195,11 +195,6 @@ def ends_in_errors(
         return 3 * rest / (root**2 + root + 1)  # 3 (root - 1) / tilt, without a division by zero
 
     return untransformed(quantile), -untransformed(-quantile)
-
-
-def _normal_quantile(level: float) -> float:
-    """How many standard errors to either side a normal number is with this probability."""
-    return float(ndtri((1 + level) / 2))
 
 
 # A tolerance is looked at when there are so many times as many samples as at the last look. Each look is a chance to
@@ -239,8 +234,9 @@ class Tolerance(NamedTuple):
 
     def _compared(self, estimate: TraceEstimate) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Half of the length of the 95 % interval, divided by 1.96; and the most that it may be."""
+        quantile = float(ndtri((1 + LEVEL) / 2))
         below, above = ends_in_errors(LEVEL, estimate.num_samples, estimate.skewness)
-        half = estimate.std_error * ((below + above) / (2 * _normal_quantile(LEVEL)))
+        half = estimate.std_error * ((below + above) / (2 * quantile))
         return half.astype(self.rtol.dtype), self.atol + self.rtol * jnp.abs(estimate.value).astype(self.rtol.dtype)
 
 

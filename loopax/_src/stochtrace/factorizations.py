@@ -39,12 +39,8 @@ def pseudo_inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     return _inverse_or(lambda values, least: jnp.where(values > least, 1 / _at_least(values, least), 0), matrix)
 
 
-def _rate_of_inverse(rate: Array, known: Array) -> Array:
-    return -product(known, rate, known)
-
-
-pseudo_inverse.defjvps(lambda rate, known, _: _rate_of_inverse(rate, known))
-inverse.defjvps(lambda rate, _, matrix: _rate_of_inverse(rate, pseudo_inverse(matrix)))
+pseudo_inverse.defjvps(lambda rate, known, _: -product(known, rate, known))
+inverse.defjvps(lambda rate, _, matrix: -product(known := pseudo_inverse(matrix), rate, known))
 
 
 def _inverse_or(inverted: Callable[[Array, Array], Array], matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:

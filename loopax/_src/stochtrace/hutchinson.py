@@ -1,7 +1,7 @@
 """The mean of quadratic forms: products are used as they come, and none is kept."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,8 +75,31 @@ class Hutchinson(Estimator):
             return budget.spend([Moments(zero, zero, zero) for zero in zeros], with_batch, estimate_of)
 
         def derivative(others: tuple[Array, Budget], out: tuple[list[Moments], Any], along: Along) -> list[Moments]:
-            key, _ = others
-            return _rates(*out, lambda start: along(lambda parameters: samples_of(parameters, key, start)), budget)
+            (key, _), (moments, count) = others, out
+
+            def step(i: Any, sums: list[Moments]) -> list[Moments]:
+                """Add the sums of a batch's rates, of them times d and times d^2 / squares, for deviations d."""
+                (samples, numbers), (rates, _) = along(partial(samples_of, key=key, start=i * budget.batch))
+                rates = parts(jnp.where(numbers < count, rates, 0))
+                new = []
+                for sum_, part, sample, rate in zip(sums, moments, parts(samples), rates, strict=True):
+                    away = sample - part.mean
+                    of_tilt = (away * (away / or_one(part.squares)) * rate).sum()
+                    new.append(Moments(sum_.mean + rate.sum(), sum_.squares + (away * rate).sum(), sum_.tilt + of_tilt))
+                return new
+
+            zeros = [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments]
+            if budget.is_single_batch:
+                sums = step(0, zeros)
+            else:
+                number, most = map(budget.num_batches, (count, budget.capacity))
+                sums = fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
+            rates = []
+            for part, sum_ in zip(moments, sums, strict=True):
+                mean, squares = sum_.mean / count.astype(sum_.mean.dtype), 2 * sum_.squares
+                tilt = 3 * (sum_.tilt - mean) - part.tilt * squares / or_one(part.squares)
+                rates.append(Moments(mean, squares, jnp.where(part.squares == 0, 0, tilt)))
+            return rates
 
         moments, count = with_derivative(sample, derivative)(products.parameters, (key, budget))
         estimate = estimate_of(moments, count)
@@ -88,31 +111,3 @@ class Hutchinson(Estimator):
         are_equal = moments[0].squares <= count.astype(rounding.dtype) * rounding**2
         says_nothing = are_equal & (count < LEAST_EQUAL_SAMPLES)
         return estimate._replace(std_error=jnp.where(says_nothing, jnp.inf, estimate.std_error))
-
-
-def _rates(moments: list[Moments], count: Any, batch_along: Callable[[Any], Any], budget: Budget) -> list[Moments]:
-    """The derivative of the moments of `count` samples; `batch_along(start)` are samples with numbers, and rates."""
-
-    def step(i: Any, sums: list[Moments]) -> list[Moments]:
-        """Add the sums of a batch's rates, of d times them and of d^2 / squares times them, for deviations d."""
-        (samples, numbers), (rates, _) = batch_along(i * budget.batch)
-        rates = parts(jnp.where(numbers < count, rates, 0))
-        new = []
-        for sum_, part, sample, rate in zip(sums, moments, parts(samples), rates, strict=True):
-            away = sample - part.mean
-            of_tilt = (away * (away / or_one(part.squares)) * rate).sum()
-            new.append(Moments(sum_.mean + rate.sum(), sum_.squares + (away * rate).sum(), sum_.tilt + of_tilt))
-        return new
-
-    zeros = [Moments(*(jnp.zeros_like(moment) for moment in part)) for part in moments]
-    if budget.is_single_batch:
-        sums = step(0, zeros)
-    else:
-        number, most = map(budget.num_batches, (count, budget.capacity))
-        sums = fori_loop(0, number, step, zeros, max_steps=most, kind=Checkpointed(), throw=False)
-    rates = []
-    for part, sum_ in zip(moments, sums, strict=True):
-        mean, squares = sum_.mean / count.astype(sum_.mean.dtype), 2 * sum_.squares
-        tilt = 3 * (sum_.tilt - mean) - part.tilt * squares / or_one(part.squares)
-        rates.append(Moments(mean, squares, jnp.where(part.squares == 0, 0, tilt)))
-    return rates
