@@ -111,13 +111,7 @@ _WHY = Why("the program of a gradient", "choose one for all calls: values do not
 
 KindLike = Kind | Literal["auto", "lax", "checkpointed", "bounded", "residuals"]
 DerivativeLike = Derivative | Literal["implicit"] | None
-_BY_NAME: dict[str, type[Any]] = {
-    "auto": Auto,
-    "lax": Lax,
-    "checkpointed": Checkpointed,
-    "bounded": Bounded,
-    "residuals": Residuals,
-}
+_BY_NAME: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Auto, Lax, Checkpointed, Bounded, Residuals)}
 _DERIVATIVES: dict[str, type[Any]] = {"implicit": Implicit}
 _WRITTEN = {"implicit": "lx.Implicit()", "truncated": "lx.Truncated(last=5)"}
 

@@ -2,17 +2,8 @@
 
 from dataclasses import dataclass
 
-from loopax._src.core import (
-    DEFAULT_SLOTS,
-    Blocks,
-    BlocksThenResiduals,
-    Checkpoints,
-    Cost,
-    EveryResidual,
-    Kind,
-    LoopFacts,
-    Plan,
-)
+from loopax._src.core.ir.kind import Cost, Kind, LoopFacts
+from loopax._src.core.ir.plan import DEFAULT_SLOTS, Blocks, BlocksThenResiduals, Checkpoints, EveryResidual, Plan
 from loopax._src.core.jaxpr.settings import costs
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int

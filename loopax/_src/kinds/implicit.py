@@ -84,24 +84,16 @@ class FixedPoint:
         user_residual = jaxi.replace_jaxpr(whole, whole.invars, in_order)
         return cls(call, is_real, is_constant, is_unknown, extras, user_residual)
 
-    @property
-    def is_other(self) -> Mask:
-        """Leaves that have derivatives and are not of the fixed point."""
-        return tuple(real and not unknown for real, unknown in zip(self.is_real, self.is_unknown, strict=True))
-
     def residual(self, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
         """What is zero at the fixed point: an array for each unknown. `inputs` are operands and extras."""
-        operands, extras = inputs
-        carry = self._with(unknowns, carry, inputs)
         if self.user_residual is not None:
-            return jaxpr_as_fun(self.user_residual)(*extras, *carry)
-        after = select(self.is_unknown, self.call.at(operands).step(row, carry).carry)
+            return jaxpr_as_fun(self.user_residual)(*inputs[1], *self._with(unknowns, carry, inputs))
+        after = self.after(self.is_unknown, unknowns, carry, row, inputs)
         return [jaxi.on_device(jnp.subtract, *pair) for pair in zip(unknowns, after, strict=True)]
 
-    def others_after(self, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
-        """The other leaves that have derivatives, after a step from the fixed point."""
-        carry = self._with(unknowns, carry, inputs)
-        return select(self.is_other, self.call.at(inputs[0]).step(row, carry).carry)
+    def after(self, mask: Mask, unknowns: Sequence[Any], carry: Sequence[Any], row: Any, inputs: Any) -> list[Any]:
+        """These leaves of the carry, after a step from the fixed point."""
+        return select(mask, self.call.at(inputs[0]).step(row, self._with(unknowns, carry, inputs)).carry)
 
     def _with(self, unknowns: Sequence[Any], carry: Sequence[Any], inputs: Any) -> list[Any]:
         """The carry with these unknowns, and with the constants as the loop was given them: a step depends on them."""
@@ -285,11 +277,12 @@ class Implicit(Derivative):
         solver = partial(solve, self.linear_solver, fixed_point.call, num_steps, self.rtol, reached)
         x = lax.custom_linear_solve(lambda x: raveled(matvec(unravel(x)))[0], vector, solver, solver)
         of_unknowns = [-dot for dot in unravel(x)]
-        if not any(fixed_point.is_other):
+        # The other leaves that have derivatives follow the fixed point and the inputs through one step.
+        is_other = tuple(a and not b for a, b in zip(fixed_point.is_real, fixed_point.is_unknown, strict=True))
+        if not any(is_other):
             return of_unknowns
-        _, of_others = jvp(
-            lambda pair: fixed_point.others_after(pair[0], carry, row, pair[1]), (unknowns, inputs), (of_unknowns, dots)
-        )
+        after = lambda pair: fixed_point.after(is_other, pair[0], carry, row, pair[1])  # noqa: E731
+        _, of_others = jvp(after, (unknowns, inputs), (of_unknowns, dots))
         return merge_lists(select(fixed_point.is_real, fixed_point.is_unknown), of_others, of_unknowns)
 
     def _if_converged(

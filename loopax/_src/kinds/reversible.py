@@ -9,22 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from loopax._src.core import (
-    Cost,
-    Decided,
-    Kind,
-    LastCarry,
-    Loop,
-    LoopCall,
-    LoopFacts,
-    LoopOperands,
-    Outcome,
-    WalkBack,
-    run_function,
-)
+from loopax._src.core import run_function
 from loopax._src.core.buffer_versions import buffers, keep_rows
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.ir.loop import asked_as, needed_by_inverse, num_recorded, unchanged
+from loopax._src.core.ir.kind import Cost, Decided, Kind, LoopCall, LoopFacts, LoopOperands
+from loopax._src.core.ir.loop import Loop, Outcome, asked_as, needed_by_inverse, num_recorded, unchanged
+from loopax._src.core.ir.plan import LastCarry, WalkBack
 from loopax._src.core.jaxpr.util import Mask, either, merge_lists, of_selected, reject, select, split_list, trace
 from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, to_device
 from loopax._src.kinds.every_step import Bounded
