@@ -19,12 +19,12 @@ from loopax._src.core.jaxpr.types import differing, retyped
 # 0.7^i, 48 products and float32: the estimate is 200 times the rounding error of one number too large. With 1 in place
 # of 0.01 it is 1700 times, with 0.001 it is 600 times.
 LEAST = 0.01
-FULL = "highest"  # the precision of products: by default, GPUs and TPUs round their operands to eleven bits and less
 
 
 def product(*matrices: Array) -> Array:
     """The product, from left to right, rounded as numbers of its type are."""
-    return reduce(partial(jnp.matmul, precision=FULL), matrices)
+    # By default, GPUs and TPUs round the operands to eleven bits and less.
+    return reduce(partial(jnp.matmul, precision="highest"), matrices)
 
 
 @jax.custom_jvp

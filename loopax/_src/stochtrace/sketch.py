@@ -23,7 +23,7 @@ from loopax._src.stochtrace.estimator import (
     safe_sqrt,
     variance_of_mean,
 )
-from loopax._src.stochtrace.factorizations import FULL, lane_by_lane, product, pseudo_inverse
+from loopax._src.stochtrace.factorizations import lane_by_lane, product, pseudo_inverse
 from loopax._src.stochtrace.operators import Along, Parameters, Products, draw, with_derivative
 
 # The probes that are added to images make an error in the trace: as measured, this many times the rounding error of a
@@ -130,8 +130,7 @@ class SketchEstimator(Estimator):
     def _estimate(self, sketch: Sketch, num_rows: Int[Array, ""]) -> TraceEstimate:
         """The mean of the samples, and its error."""
         is_counted = sketch.is_counted(num_rows)
-        with jax.default_matmul_precision(FULL):
-            samples, without = self._samples(sketch, num_rows)
+        samples, without = self._samples(sketch, num_rows)
         moments = [Moments.of(part, is_counted) for part in parts(samples)]
         variance = variance_of_mean(moments, num_rows)
         if without is not None:
@@ -254,8 +253,9 @@ class HutchPlusPlus(SketchEstimator):
         assert sketch.images is not None
         assert sketch.others is not None
         others, of_others = sketch.others
-        projected = sketch.basis.conj() @ sketch.images.T  # Q^H A Q
-        seen = sketch.basis.conj() @ others.T  # Q^H g, a column for each g
-        rest = (others.conj() * of_others).sum(1) + dots(seen, projected @ seen)
-        rest -= dots(sketch.images.conj() @ others.T, seen) + dots(seen, sketch.basis.conj() @ of_others.T)
+        projected = product(sketch.basis.conj(), sketch.images.T)  # Q^H A Q
+        seen = product(sketch.basis.conj(), others.T)  # Q^H g, a column for each g
+        rest = (others.conj() * of_others).sum(1) + dots(seen, product(projected, seen))
+        mixed = dots(product(sketch.images.conj(), others.T), seen)
+        rest -= mixed + dots(seen, product(sketch.basis.conj(), of_others.T))
         return jnp.trace(projected) + rest, None

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Inexact
 
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, static_bool
-from loopax._src.stochtrace.factorizations import inverse, inverse_root
+from loopax._src.stochtrace.factorizations import inverse, inverse_root, product
 from loopax._src.stochtrace.operators import Operator, Probes
 from loopax._src.stochtrace.sketch import Sketch, SketchEstimator, abs2, at_least_rounding, dots, filled
 
@@ -69,22 +69,23 @@ class XNysTrace(SketchEstimator):
 
     def _samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
         """See `SketchEstimator._samples`."""
-        gram = sketch.probes.conj() @ sketch.basis.T @ sketch.coordinates  # w^H A w
+        gram = product(sketch.probes.conj(), sketch.basis.T, sketch.coordinates)  # w^H A w
         gram = (gram + gram.conj().T) / 2
         sign = jnp.sign(jnp.trace(gram).real)
         known, rounding = inverse_root(filled(gram * sign.astype(gram.dtype), sketch.is_counted(num_rows)))
         root = known + rounding
         # A = Q F F^H Q^H on the span of the probes
-        factor = sketch.coordinates @ known + jax.lax.stop_gradient(sketch.coordinates @ rounding)
+        factor = product(sketch.coordinates, known)
+        factor += jax.lax.stop_gradient(product(sketch.coordinates, rounding))
         lengths = jnp.linalg.norm(root, axis=1, keepdims=True)
         root = root / lengths.astype(root.dtype)
-        lost = factor @ root.conj().T  # what goes with each probe
-        seen = sketch.basis.conj() @ sketch.probes.T
+        lost = product(factor, root.conj().T)  # what goes with each probe
+        seen = product(sketch.basis.conj(), sketch.probes.T)
         rest = abs2(dots(lost, seen))
         outside, outside_both = self._outside(sketch, num_rows)
         samples = abs2(factor).sum() - abs2(lost).sum(0) + rest * outside
         # Without j too, a plane goes, from which the part of j is taken.
-        along, products = root @ root.conj().T, lost.conj().T @ lost
+        along, products = product(root, root.conj().T), product(lost.conj().T, lost)
         alone = at_least_rounding(1 - abs2(along))
         of_both = jnp.diag(products).real[:, None] + jnp.diag(products).real[None] - 2 * (along * products.T).real
         without = abs2(factor).sum() - of_both / alone + rest[:, None] / alone * outside_both
@@ -96,7 +97,7 @@ class XNysTrace(SketchEstimator):
         if self.probes == "rademacher":  # the only probes that do not look the same from every direction
             ones = jnp.ones_like(probes[:, 0].real)
             return ones, jnp.ones_like(ones[:, None] * ones[None])
-        inverted = inverse(filled(probes.conj() @ probes.T, sketch.is_counted(num_rows)))
+        inverted = inverse(filled(product(probes.conj(), probes.T), sketch.is_counted(num_rows)))
         own = jnp.diag(inverted).real  # one over its squared length
         without = own[:, None] - abs2(inverted) / own[None]
         dimensions = (probes.shape[1] - num_rows + 1).astype(own.dtype)
@@ -138,30 +139,31 @@ class XTrace(SketchEstimator):
     def _samples(self, sketch: Sketch, num_rows: Any) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
         """See `SketchEstimator._samples`."""
         assert sketch.images is not None
-        projected = sketch.basis.conj() @ sketch.images.T  # Q^H A Q
-        seen = sketch.basis.conj() @ sketch.probes.T  # Q^H w, a column for each w
-        through = sketch.images.conj() @ sketch.probes.T  # (A Q)^H w
+        projected = product(sketch.basis.conj(), sketch.images.T)  # Q^H A Q
+        seen = product(sketch.basis.conj(), sketch.probes.T)  # Q^H w, a column for each w
+        through = product(sketch.images.conj(), sketch.probes.T)  # (A Q)^H w
         inverted = inverse(filled(sketch.coordinates, sketch.is_counted(num_rows))).conj().T
         # The direction that goes with a probe: Q times a column.
         lost = inverted / jnp.linalg.norm(inverted, axis=0, keepdims=True).astype(inverted.dtype)
         left = seen - lost * dots(lost, seen)[None]
-        basis_part = jnp.trace(projected) - dots(lost, projected @ lost)
+        basis_part = jnp.trace(projected) - dots(lost, product(projected, lost))
         rest = dots(seen, lost) * dots(lost, sketch.coordinates)
-        rest += dots(left, projected @ left) - dots(through, left)
+        rest += dots(left, product(projected, left)) - dots(through, left)
         samples = basis_part + self._scale(sketch.probes, num_rows, dots(left, left)) * rest
 
         # The sample i on a basis without j either. Two directions are lost, which span a plane, and `first` and
         # `second` are the coefficients there of what the probe i has in it: the formulas above, with the plane in place
         # of a line.
-        along, seen_along = lost.conj().T @ lost, lost.conj().T @ seen
-        products = lost.conj().T @ projected @ lost
+        along, seen_along = product(lost.conj().T, lost), product(lost.conj().T, seen)
+        products = product(lost.conj().T, projected, lost)
         own, other = jnp.diag(seen_along)[:, None], seen_along.T
         scale = 1 / at_least_rounding(1 - abs2(along)).astype(along.dtype)
         first, second = scale * (own - along * other), scale * (other - along.conj() * own)
-        ahead, behind = lost.conj().T @ projected @ seen, seen.conj().T @ projected @ lost - through.conj().T @ lost
+        ahead = product(lost.conj().T, projected, seen)
+        behind = product(seen.conj().T, projected, lost) - product(through.conj().T, lost)
         of_own, of_other = jnp.diag(products)[:, None], jnp.diag(products)[None]
         without = jnp.trace(projected) - scale * (of_own + of_other - along * products.T - along.conj() * products)
-        rest = (dots(seen, projected @ seen) - dots(through, seen))[:, None]
+        rest = (dots(seen, product(projected, seen)) - dots(through, seen))[:, None]
         rest += first.conj() * (dots(lost, sketch.coordinates) - jnp.diag(ahead))[:, None]
         rest -= second.conj() * ahead.T + first * jnp.diag(behind)[:, None] + second * behind
         rest += first.conj() * (first * of_own + second * products) + second.conj() * (
