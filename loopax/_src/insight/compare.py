@@ -190,17 +190,13 @@ class Comparison:
     name: str
     rows: tuple[Measured, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return the comparison as a table."""
         columns = "kind", "forward", "gradient", "compile", "memory", "traces"
         lines = [f"{self.name}: its loops by kind (* as written); medians, memory of the gradient"]
         lines += aligned([columns, *map(_cells, self.rows)], numbers=range(1, len(columns)))
         lines += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        """Return the text of `str`, for notebooks and the Python prompt."""
-        return str(self)
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the time of the gradient against its memory, and return the axes (needs matplotlib).

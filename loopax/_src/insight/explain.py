@@ -167,7 +167,7 @@ class Explanation:
         """Iterate over all loops. A loop in a body follows its outer loop."""
         return (loop for _, loop in _nested(self.loops))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return the explanation as a text."""
         text = [self._heading()]
         for depth, loop in _nested(self.loops):
@@ -178,10 +178,6 @@ class Explanation:
                 lines += wrap(f"! {warning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
             text += ["", *(" " * INDENT * depth + line for line in lines)]
         return "\n".join([*text, *self._summary()])
-
-    def __repr__(self) -> str:
-        """Return the text of `str`, for notebooks and the Python prompt."""
-        return str(self)
 
     def show(self) -> None:
         """Print the explanation: tables in a terminal if rich is installed, else a text."""
