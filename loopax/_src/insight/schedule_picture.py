@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from loopax._src.core import Blocks, BlocksThenResiduals, Checkpoints, EveryCarry, Plan, WalkBack
 from loopax._src.core.ir.plan import (
     Blocks,
     BlocksThenResiduals,
