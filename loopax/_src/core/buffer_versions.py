@@ -9,6 +9,7 @@ leaf that comes in to the one that goes out. So
   written. Reverse mode stores no version: it reads the last (`frozen`).
 """
 
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.core.row_buffers import VERSION, add_p, appends, get, get_p, put, put_p, take_p, view_p
+from loopax._src.core.row_buffers import VERSION, appends, get, get_p, put, put_p, view_p
 from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, inlinable, jaxpr_as_fun, replace_jaxpr, zeros
 
 # The tape of a loop whose inverse reads a row that its step has recorded.
@@ -85,16 +86,18 @@ def _taped(loop: Loop) -> Loop:
 # ---- which leaves are buffers
 
 
+Followed = typing.Literal["all", "appends", "reads"]  # the operations whose results are versions
+
+
 @weakly_cached
-def buffers(closed: ClosedJaxpr, carry: range, only_appended: bool = False) -> Mask:
+def buffers(closed: ClosedJaxpr, carry: range, followed: Followed = "all") -> Mask:
     """Which leaves of the carry are buffers.
 
-    The carry is the body's first outputs, and its inputs at these positions; `only_appended` leaves out those of which
-    rows are overwritten.
+    The carry is the body's first outputs, and its inputs at these positions; "appends" leaves out those of which rows
+    are overwritten.
     """
-    flows, inputs, outputs = _flows(closed, carry, only_appended), closed.invars, closed.outvars
-    ends = zip(carry, flows, outputs, strict=False)
-    return tuple(not flow.strays and flow.last is out and flow.last is not inputs[i] for i, flow, out in ends)
+    ends = zip(_flows(closed, carry, followed), closed.outvars, strict=False)
+    return tuple(not flow.strays and len(flow.versions) > 1 and flow.versions[-1] is out for flow, out in ends)
 
 
 def keep_rows(closed: ClosedJaxpr, carry: range) -> Mask:
@@ -102,91 +105,81 @@ def keep_rows(closed: ClosedJaxpr, carry: range) -> Mask:
 
     As in `buffers`, the carry is the body's first outputs.
     """
-    flows, outputs = _flows(closed, carry, True), closed.outvars
-    return tuple(not flow.strays and flow.last is out for flow, out in zip(flows, outputs, strict=False))
+    ends = zip(_flows(closed, carry, "appends"), closed.outvars, strict=False)
+    return tuple(not flow.strays and flow.versions[-1] is out for flow, out in ends)
 
 
 def returned(closed: ClosedJaxpr, carry: range) -> Mask:
     """Which leaves of the carry are returned as they came: nothing, or reads of their rows, stands between."""
-    came: dict[Any, Any] = {}  # from a version to the first one
-    for eqn in closed.eqns:
-        if eqn.primitive in (get_p, view_p) and not isinstance(eqn.invars[0], Literal):
-            came[eqn.outvars[1]] = came.get(eqn.invars[0], eqn.invars[0])
-    ends = zip(carry, closed.outvars, strict=False)
-    return tuple(not isinstance(out, Literal) and came.get(out, out) is closed.invars[i] for i, out in ends)
+    ends = zip(_flows(closed, carry, "reads"), closed.outvars, strict=False)
+    return tuple(out in flow.versions for flow, out in ends)
+
+
+def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
+    """Which inputs are touched by nothing but reads of their rows."""
+    flows, given_back = _flows(closed, inputs, "reads"), set(map(id, closed.outvars))
+    are_kept = [not flow.strays and given_back.isdisjoint(map(id, flow.versions)) for flow in flows]
+    return tuple(is_kept and len(flow.versions) > 1 for is_kept, flow in zip(are_kept, flows, strict=True))
 
 
 def strays(closed: ClosedJaxpr, inputs: range) -> list[list[str]]:
     """For each of these inputs, the primitives to which its versions go that are no operations of buffers."""
-    return [flow.strays for flow in _flows(closed, inputs, False)]
+    return [flow.strays for flow in _flows(closed, inputs, "all")]
 
 
 class _Flow(NamedTuple):
     """Where an input goes."""
 
-    last: Any  # the variable of its last version
+    versions: list[Any]  # their variables, the input first
     strays: list[str]  # the primitives that do something else with it
 
 
 @weakly_cached
-def _flows(closed: ClosedJaxpr, inputs: range, only_appended: bool) -> list[_Flow]:
-    roots: dict[Any, int] = {closed.invars[i]: place for place, i in enumerate(inputs)}
-    flows = [_Flow(closed.invars[i], []) for i in inputs]
+def _flows(closed: ClosedJaxpr, inputs: range, followed: Followed) -> list[_Flow]:
+    flows = [_Flow([closed.invars[i]], []) for i in inputs]
+    roots: dict[Any, _Flow] = {flow.versions[0]: flow for flow in flows}
     for eqn in closed.eqns:
         for position, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal) or atom not in roots:
                 continue
-            place, result = roots[atom], _next_version(eqn, position, only_appended)
-            if result is None or atom is not flows[place].last:
-                # The primitives that it goes to, those inside of a call by their own names.
-                call, at = inlinable(eqn), range(position, position + 1)
-                flows[place].strays.extend(_flows(call, at, False)[0].strays if call else [eqn.primitive.name])
-            else:
-                flows[place] = flows[place]._replace(last=eqn.outvars[result])
-                roots[eqn.outvars[result]] = place
+            flow, result = roots[atom], _next_version(eqn, position, followed)
+            # Each version is used once, but for one that is only read.
+            if result is not None and (followed == "reads" or atom is flow.versions[-1]):
+                flow.versions.append(eqn.outvars[result])
+                roots[eqn.outvars[result]] = flow
+                continue
+            # The primitives that it goes to, those inside of a call by their own names.
+            call = None if followed == "reads" else inlinable(eqn)
+            flow.strays.extend(strays(call, range(position, position + 1))[0] if call else [eqn.primitive.name])
     for place, atom in enumerate(closed.outvars):
-        if not isinstance(atom, Literal) and atom in roots and roots[atom] != place:
-            flows[roots[atom]].strays.append("return")
+        flow = None if isinstance(atom, Literal) else roots.get(atom)
+        if flow is not None and not (place < len(flows) and flow is flows[place]):
+            flow.strays.append("return")
     return flows
 
 
-def _next_version(eqn: Any, position: int, only_appended: bool) -> int | None:
+def _next_version(eqn: Any, position: int, followed: Followed) -> int | None:
     """Which result is the next version of an operand; None if none is."""
     primitive = eqn.primitive
     if primitive in VERSION:
-        overwrites = primitive in (add_p, take_p) or (primitive is put_p and not appends(eqn))
-        return VERSION[primitive] if position == 0 and not (only_appended and overwrites) else None
+        reads = primitive in (get_p, view_p)
+        follows = {"all": True, "appends": reads or (primitive is put_p and appends(eqn)), "reads": reads}
+        return VERSION[primitive] if position == 0 and follows[followed] else None
+    if followed == "reads":
+        return None
     if primitive is loop_p:
         loop = Loop(**eqn.params)
         leaf, first = position - 2 - loop.num_consts, 1
-        mask = buffers(loop.body, loop.carry_range, only_appended)
+        mask = buffers(loop.body, loop.carry_range, followed)
         mask = [b and not saved for b, saved in zip(mask, loop.saved_mask, strict=True)]
     elif primitive is reverse_sweep_p:
         sweep = ReverseSweep(**eqn.params)
         leaf, first = position - 3 - sweep.num_consts - 2 * sweep.num_state, 0
         start = 1 + sweep.num_consts
-        mask = buffers(sweep.backward, range(start, start + sweep.num_carry), only_appended)
+        mask = buffers(sweep.backward, range(start, start + sweep.num_carry), followed)
     else:
         return None
     return first + leaf if 0 <= leaf < len(mask) and mask[leaf] else None
-
-
-@weakly_cached
-def read_only(closed: ClosedJaxpr, inputs: range) -> Mask:
-    """Which inputs are touched by nothing but reads of their rows."""
-    first = {closed.invars[i]: i for i in inputs}  # which input a variable is a version of
-    read, touched = set[int](), set[int]()
-    for eqn in closed.eqns:
-        for position, atom in enumerate(eqn.invars):
-            if isinstance(atom, Literal) or atom not in first:
-                continue
-            if position == 0 and eqn.primitive in (get_p, view_p):
-                read.add(first[atom])
-                first[eqn.outvars[1]] = first[atom]
-            else:
-                touched.add(first[atom])
-    touched.update(first[atom] for atom in closed.outvars if not isinstance(atom, Literal) and atom in first)
-    return tuple(i in read and i not in touched for i in inputs)
 
 
 # ---- one version after another
@@ -219,7 +212,7 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
             return chain[-1].array if count(chain[place]) == count(chain[-1]) else array
 
         def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-            followed = [(p, r) for p in range(len(operands)) if (r := _next_version(eqn, p, False)) is not None]
+            followed = [(p, r) for p in range(len(operands)) if (r := _next_version(eqn, p, "all")) is not None]
             writes, operands = eqn.primitive not in (get_p, view_p), list(operands)
             for position, _ in followed:
                 operands[position] = newest(operands[position], writes)
@@ -227,7 +220,7 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
             for position, result in followed:
                 chain, place = chain_of(operands[position])
                 if place == len(chain) - 1:  # nothing else follows already
-                    overwrites = writes and _next_version(eqn, position, True) is None
+                    overwrites = writes and _next_version(eqn, position, "appends") is None
                     last = chain[-1]
                     chain.append(_Version(results[result], last.writes + writes, last.overwrites + overwrites))
                     chains[id(results[result])] = chain, place + 1

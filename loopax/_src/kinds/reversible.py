@@ -146,7 +146,7 @@ def _returned(loop: Loop) -> Mask:
 def _refuse_needed_leaves(call: LoopCall) -> None:
     """Raise where the inverse returns a leaf as it came that the body changes, and the derivative reads."""
     loop = call.loop
-    appended = buffers(loop.body, loop.carry_range, True)  # rows of the last version are those of any before it
+    appended = buffers(loop.body, loop.carry_range, "appends")  # rows of the last version are those of any before it
     may_stay = either(unchanged(loop), appended)
     wrong = [same and not stays for same, stays in zip(_returned(loop), may_stay, strict=True)]
     wrong[:1] = [flag and not loop.predicated for flag in wrong[:1]]

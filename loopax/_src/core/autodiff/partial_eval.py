@@ -113,7 +113,7 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     # Of buffers that steps only append to, the version after the last step holds the rows of all before it: the linear
     # part is given that one, and no other is stored. A buffer that the loop saves has its versions saved already.
     # Before: [*consts, *carry, *xs]. After: [*consts, *last versions, *rest of the carry, *xs].
-    appended = buffers(loop.body, loop.carry_range, True)
+    appended = buffers(loop.body, loop.carry_range, "appends")
     is_last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
     read_last = uses._replace(carry=is_last)
     last = tuple(reject_each(unknown, read_last).carry)
