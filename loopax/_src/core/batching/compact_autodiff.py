@@ -123,16 +123,16 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     mapped = (*inner.mapped[:2], *flatten(reject_each(unknown, loop.inputs(inner.mapped[2:]))))
     out = known.results(compact_vmap(LOOPS, known, inner.axis, mapped, [low, high, *flatten(values)]))
     # A leaf of the carry that becomes unknown on the way enters the later loop with its known start, hence the tracers.
-    program, operands = _again_in_groups(inner, outputs, [low, high, *tracers[2:]], out.num_steps)
+    program, operands, places = _again_in_groups(inner, outputs, [low, high, *tracers[2:]], out.num_steps)
     later = jaxi.evaluate_partially(trace, program, operands, [True] * len(program.out_avals))
-    joined = merge_lists(flatten(outputs), [*out.carry, *out.ys], later)
+    joined = merge_lists(flatten(outputs), [*out.carry, *out.ys], [later[place] for place in places])
     return [out.num_steps, *joined, *nothing_saved(loop, inner.axis)]
 
 
 def _again_in_groups(
     inner: CompactVmap, outputs: LoopOutputs, operands: Sequence[Any], num_steps: Any
-) -> tuple[ClosedJaxpr, list[Any]]:
-    """A program that computes these outputs of a batch in stages, and its operands.
+) -> tuple[ClosedJaxpr, list[Any], list[int]]:
+    """A program that computes these outputs of a batch in stages, its operands, and where outputs are in its results.
 
     It has the operands of the batch, but for low and high: the window of a lane is the rows that it has walked. So the
     program needs no predicate, each lane takes exactly the steps that it has taken, and lanes are in groups.
@@ -155,13 +155,10 @@ def _again_in_groups(
     used, avals = [True, True, *flatten(uses)], list(map(type_of_linear, values))
     mapped = tuple(select(used, (*windows_mapped, *inner.mapped[2:])))
     batch = compact_vmap_of(LOOPS, later, inner.axis, mapped, select(used, avals))
-
-    def program(*values: Any) -> list[Any]:
-        out = later.results(jaxpr_as_fun(batch.program)(*select(used, values)))
-        # Other leaves of its carry are evaluated again for these alone.
-        return [*select(select(uses.carry, outputs.carry), out.carry), *out.ys]
-
-    return trace(program, avals), values
+    program = trace(lambda *values: jaxpr_as_fun(batch.program)(*select(used, values)), avals)
+    places = later.results(range(len(program.out_avals)))
+    # Other leaves of its carry are evaluated again for these alone.
+    return program, values, [*select(select(uses.carry, outputs.carry), places.carry), *places.ys]
 
 
 def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: Any) -> tuple[list[Any], list[bool], Any]:
@@ -185,12 +182,14 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     else:
         out = loop.results(compact_vmap_p.bind(*operands, **params))
     outputs = perturbed_outputs(loop, perturbed)
-    program, values = _again_in_groups(inner, outputs, operands, out.num_steps)
+    program, values, places = _again_in_groups(inner, outputs, operands, out.num_steps)
     _, depends, linear = jaxi.linearized(jvp_expanded(jaxpr_as_fun(program)), nonzero, *values)
-    mask, flags = [False, *flatten(outputs), *(False for _ in (*out.saved, *out.checkpoint_rows))], iter(depends)
+    mask = [False, *flatten(outputs), *(False for _ in (*out.saved, *out.checkpoint_rows))]
+    flags = iter([depends[place] for place in places])
 
     def tangents_of(*tangents: Any) -> list[Any]:
-        carry, ys = split_list(linear(*tangents), [sum(outputs.carry)])
+        dots = linear(*tangents)
+        carry, ys = split_list([dots[place] for place in places], [sum(outputs.carry)])
         carry = [nan_if_uncounted(loop, operands[0] + out.num_steps, dot) for dot in carry]
         return fill_tangents(mask, out.leaves, [*carry, *ys])
 
