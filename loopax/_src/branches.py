@@ -6,10 +6,10 @@ step. They carry the result, which each hands on if it takes none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,12 +70,9 @@ def cond(
     operand
         The single operand, given by name as in `jax.lax.cond`.
     lanes
-        How a batch runs if its lanes select different functions. Give an object or its name:
-
-        - `"lockstep"`, `Lockstep()`: each selected function is evaluated once for all lanes.
-        - `"compact"`, `Compact()`: the lanes of each function are gathered into batches of a fixed size.
-        - `"sequential"`, `Sequential()`: one lane after another calls its own function.
-        - `"auto"`, `AutoLanes()`: the fastest of these by an estimate.
+        How a batch runs if its lanes select different functions, as in `while_loop`. In lockstep, each selected
+        function is evaluated once for all lanes. With compact lanes, those of each function are gathered into batches
+        of a fixed size.
 
     Returns
     -------
@@ -191,13 +188,6 @@ def _operands(name: str, branches: Functions, operands: tuple[Any, ...], operand
     return (operand,)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """Where a mutable array stands among operands."""
-
-    number: int
-
-
 def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: tuple[Any, ...], how: Lanes) -> Any:
     """The result of the branch that is taken."""
     if jaxi.runs_in_python() and None not in (known := list(map(jaxi.value_now, is_taken))):
@@ -233,20 +223,15 @@ def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: 
 
 def _with_references(branches: Functions, operands: tuple[Any, ...]) -> tuple[Functions, Any]:
     """Branches that close over mutable arrays among operands (`jax.new_ref`), which no loop can carry."""
-    leaves, treedef = jax.tree.flatten(operands, is_leaf=is_object)
-    references = [leaf for leaf in leaves if jaxi.is_reference(leaf) and not is_object(leaf)]
-    if not references:
+    is_taken_out = lambda leaf: jaxi.is_reference(leaf) and not is_object(leaf)  # noqa: E731
+    references, rest = eqx.partition(operands, is_taken_out, is_leaf=is_object)
+    if not jax.tree.leaves(references):
         return branches, operands
-    numbers = iter(range(len(references)))
-    taken_out = [_Reference(next(numbers)) if jaxi.is_reference(x) and not is_object(x) else x for x in leaves]
-
-    def put_back(leaf: Any) -> Any:
-        return references[leaf.number] if isinstance(leaf, _Reference) else leaf
 
     def closing(function: Callable[..., Any]) -> Callable[..., Any]:
-        return wraps(function)(lambda *given: function(*jax.tree.map(put_back, given, is_leaf=is_object)))
+        return wraps(function)(lambda *given: function(*eqx.combine(references, given, is_leaf=is_object)))
 
-    return {name: closing(function) for name, function in branches.items()}, treedef.unflatten(taken_out)
+    return {name: closing(function) for name, function in branches.items()}, rest
 
 
 # What branches return: the same structure and types, or an error that says where not.

@@ -84,12 +84,28 @@ class History(eqx.Module):
         self, k: int, rows: PyTree[Any] | None = None, *, like: PyTree[Any] | None = None, fill: Any = None
     ) -> None:
         """Make a history from the start of a series, or an empty one."""
-        self._size = positive_int("History(k=...)", k, "rows", _SIZE)
+        self._size = k = positive_int("History(k=...)", k, "rows", _SIZE)
         if (rows is None) == (like is None):
             raise TypeError("History(k, ...): give either `rows`, the start of the series, or `like`, a row.")
         if not (rows is None or fill is None):
             raise TypeError("History(k, rows, fill=...): `fill` is for rows that are not given. Leave one of them out.")
-        self._rows = _filled(self._size, like, fill) if rows is None else _first(self._size, rows)
+        what = "History(like=...)" if rows is None else "History(rows=...)"
+        types = row_types(what, like if rows is None else rows)
+        if rows is None:
+            self._rows = jax.tree.map(lambda x: zeros(stacked(x, k)), types)
+            if fill is not None:
+                numbers = jax.tree.map(lambda x: zero(x.dtype)[None], types)
+                numbers = matching_row("History(fill=...)", numbers, jax.tree.map(lambda _: fill, types))
+                self._rows = jax.tree.map(partial(on_device, jnp.full_like), self._rows, numbers)
+        else:
+            rows = with_arrays(rows)  # a Python number in a module has no rows either
+            number = rows_of(SCAN._replace(name="History", xs="rows"), rows)
+            if number is None:
+                raise TypeError(f"History(rows=...): got {describe(rows)}, expected arrays with at least {k} rows.")
+            if number < k:
+                problem = f"the window is longer than the data: rows has {number} rows. Give {k}."
+                raise ValueError(f"History({k}, rows): {problem}")
+            self._rows = jax.tree.map(lambda x: keep_bits(lambda x: x[:k], jnp.asarray(x)), rows)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self._rows))
         self._oldest = jnp.zeros((), jnp.int32) if size >= RING_BYTES and self._size > 1 else None
         self._count = jnp.zeros((), jnp.int32) if rows is None and fill is None else None
@@ -174,24 +190,3 @@ class History(eqx.Module):
             place = jnp.where(inside, (place + self._oldest) % size, place)
         row = jax.tree.map(lambda rows: buffers.get(rows, place)[0], self._rows)
         return settle(row, checks)
-
-
-def _filled(k: int, like: PyTree[Any], fill: Any) -> PyTree[Array]:
-    types = row_types("History(like=...)", like)
-    empty = jax.tree.map(lambda x: zeros(stacked(x, k)), types)
-    if fill is None:
-        return empty
-    numbers = jax.tree.map(lambda x: zero(x.dtype)[None], types)
-    numbers = matching_row("History(fill=...)", numbers, jax.tree.map(lambda _: fill, types))
-    return jax.tree.map(partial(on_device, jnp.full_like), empty, numbers)
-
-
-def _first(k: int, rows: PyTree[Any]) -> PyTree[Array]:
-    row_types("History(rows=...)", rows)
-    rows = with_arrays(rows)  # a Python number in a module has no rows either
-    number = rows_of(SCAN._replace(name="History", xs="rows"), rows)
-    if number is None:
-        raise TypeError(f"History(rows=...): got {describe(rows)}, expected arrays with at least {k} rows.")
-    if number < k:
-        raise ValueError(f"History({k}, rows): the window is longer than the data: rows has {number} rows. Give {k}.")
-    return jax.tree.map(lambda x: keep_bits(lambda x: x[:k], jnp.asarray(x)), rows)

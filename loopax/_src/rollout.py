@@ -123,18 +123,12 @@ def rollout(
         - `history` is not a `History`, or an output does not match the rows of the history.
         - `save_every` is not an int.
     ValueError
-        - As in `loopax.scan`.
-        - `inputs` has fewer rows than a static `length`.
-        - The number of steps, or the number of outputs, cannot be determined.
-        - `save_every` is not positive.
+        As in `loopax.scan`, or `save_every` is not positive.
     NotImplementedError
         - As in `loopax.scan`.
         - The `kind` has an inverse, and there is a `history`: a window forgets rows, so a step cannot be undone.
     equinox.EquinoxRuntimeError
-        The following errors are raised at run time, if `throw` is True:
-
-        - A traced `length` is negative, or larger than the number of rows of `inputs`.
-        - `max_steps` stops a rollout that would go on.
+        As in `loopax.scan`.
 
     Notes
     -----

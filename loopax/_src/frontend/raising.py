@@ -85,33 +85,6 @@ class Failure:
         return "check"
 
 
-# A mark on a check, which calls Python where it fails: `jax.export` cannot write that down, and says which it is.
-unexported_p = Primitive("unexported")
-
-
-def _lowered(ctx: Any, failed: Any, *, what: Failure) -> Any:
-    if is_for_export(ctx):
-        raise NotImplementedError(
-            "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no "
-            f"callbacks. The error is:\n  {with_amount(what.message, None)}\nThree ways out:\n"
-            "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
-            "  give throw=False to the loop, with info=True to return `limit_reached`, and unsolved='nan' to "
-            "Implicit;\n"
-            "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, "
-            "and integers are the largest of their dtype."
-        )
-    return [failed]
-
-
-register(
-    unexported_p,
-    impl=lambda failed, *, what: failed,  # noqa: ARG005
-    lowering=_lowered,
-    abstract_eval=lambda failed, *, what: failed,  # noqa: ARG005
-    batch_without_axis=lambda args, axes, *, what: (unexported_p.bind(args[0], what=what), axes[0]),
-)
-
-
 def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = None) -> Any:
     """False (bool[]), or an error from these lines: at once, if it is known now that there is one."""
     # `EQX_ON_ERROR` asks for something else than an error, or there cannot be one, as on a TPU.
@@ -160,12 +133,27 @@ def _batch(operands: Any, dims: Any, *, what: Failure) -> Any:
     return raise_by_callback_p.bind(*moved, what=what), None
 
 
+def _lowered(lower: Callable[..., Any], ctx: Any, *operands: Any, what: Failure) -> Any:
+    if is_for_export(ctx):
+        raise NotImplementedError(
+            "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no "
+            f"callbacks. The error is:\n  {with_amount(what.message, None)}\nThree ways out:\n"
+            "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
+            "  give throw=False to the loop, with info=True to return `limit_reached`, and unsolved='nan' to "
+            "Implicit;\n"
+            "  export in a process with EQX_ON_ERROR=nan in its environment: where the check fails, results are NaN, "
+            "and integers are the largest of their dtype."
+        )
+    return lower(ctx, *operands, what=what)
+
+
 # False (bool[]), which no `jax.vmap` batches, or an error if one of a batch failed.
 raise_by_callback_p = Primitive("raise_by_callback")
 register(
     raise_by_callback_p,
     impl=_raise_now,
     meaning=_raise_later,
+    lowering=_lowered,
     abstract_eval=lambda failed, *_, what: ShapedArray((), failed.dtype),  # noqa: ARG005
     batch_without_axis=_batch,
 )
@@ -199,7 +187,6 @@ def _program(what: Failure) -> Callable[..., Any]:
         raise _errors._EquinoxRuntimeError(text).with_traceback(TracebackType(None, frame, 0, frame.f_lineno))
 
     def check(failed: Any, *found: Any) -> Any:
-        failed = unexported_p.bind(failed, what=what)
         return lax.cond(failed, lambda: jax.pure_callback(fail, jax.ShapeDtypeStruct((), bool), *found), lambda: False)
 
     return jax.jit(check)

@@ -161,7 +161,8 @@ def register(
     # (*operands, **p) -> results: the primitive as a function of JAX, run by `jax.jit` and compiled by tracing it.
     meaning: Rule = None,
     params: Sequence[str] = (),  # the names of the primitive's parameters, for `jax.jit`
-    # How the primitive is run, and compiled, where it has no `meaning`; with one, `impl` may run it otherwise.
+    # How the primitive is run, and compiled, where it has no `meaning`; with one, `impl` may run it otherwise, and
+    # `lowering` gets the rule that compiles the meaning as its first argument.
     impl: Rule = None,
     lowering: Rule = None,
     abstract_eval: Rule = None,  # (*types, **p) -> types of results; if nothing is given, those of its `meaning`
@@ -201,7 +202,8 @@ def register(
                 return run(*arguments, **params)
 
         impl = unchecked
-        lowering = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
+        lower = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
+        lowering = partial(lowering, lower) if lowering else lower
         abstract_eval = abstract_eval or partial(_types_of, primitive, meaning)
     if linear_in is not None:
         positions = linear_in if callable(linear_in) else lambda _: linear_in
