@@ -13,6 +13,7 @@ from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.loop import Loop, LoopOutputs, Outcome, num_recorded, result_avals
 from loopax._src.core.ir.plan import Plan
 from loopax._src.jax_internals import jaxpr_as_fun
+from loopax._src.pytrees.leaves import describe, type_in_words
 
 # A loop that a user has called, with its operands: what a derivative runs.
 
@@ -388,12 +389,6 @@ def _misfits(group: str, got: Any, wanted: Sequence[Any], names: Sequence[str]) 
         paths = ", ".join(filter(None, names))
         return [f"{group}: got {count}, expected a list of {len(wanted)} arrays" + f" ({paths})" * bool(paths)]
     places = [f"{group}[{i}]" + f" ({name})" * bool(name) for i, name in enumerate(names)]
-    lines = zip(places, map(_in_words, got), map(_in_words, wanted), strict=True)
+    in_words = lambda x: type_in_words(x) if hasattr(x, "dtype") else describe(x)  # noqa: E731
+    lines = zip(places, map(in_words, got), map(in_words, wanted), strict=True)
     return [f"{place}: got {found}, expected {expected}" for place, found, expected in lines if found != expected]
-
-
-def _in_words(x: Any) -> str:
-    """The dtype and shape of an array; what else it is."""
-    if not hasattr(x, "dtype"):
-        return f"{type(x).__name__} {x!r}"
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
