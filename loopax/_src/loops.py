@@ -239,11 +239,9 @@ def fori_loop(
         - The index cannot hold a static limit.
         - Static limits are further apart than `max_steps`, and `throw` is True.
     equinox.EquinoxRuntimeError
-        The following errors are raised at run time, if `throw` is True:
-
-        - Traced limits are further apart than `max_steps`.
-        - Traced limits are further apart than 2147483647, or beyond the dtype of the index. The loop then takes no
-          step.
+        - Traced limits are further apart than `max_steps`, and `throw` is True.
+        - Traced limits are further apart than 2147483647, or beyond the dtype of the index, and `throw` is True. The
+          loop then takes no step.
 
     Notes
     -----
@@ -369,10 +367,8 @@ def scan(
         - A static `length` is larger than the number of rows.
         - The number of steps, or the number of rows of `ys`, cannot be determined.
     equinox.EquinoxRuntimeError
-        The following errors are raised at run time, if `throw` is True:
-
-        - A traced `length` is negative, or larger than the number of rows of `xs`.
-        - `max_steps` stops a scan that would go on.
+        - A traced `length` is negative, or larger than the number of rows of `xs`, and `throw` is True.
+        - `max_steps` stops a scan that would go on, and `throw` is True.
 
     Notes
     -----

@@ -266,14 +266,5 @@ def _traced_scan(
         low, high, bound = jnp.maximum(length - max_steps, 0), length, rows
     else:  # without rows of xs, max_steps is the capacity, also in reverse: the last row that there can be comes first
         low, high, bound = 0, jnp.minimum(length, max_steps), min(top, max_steps)
-    return Extent(
-        low,
-        high,
-        bound,
-        fixed=False,
-        over_limit=over,
-        checks=checks,
-        capacity=max_steps if rows is None else rows,
-        bound_is_loose=rows is None,
-        reverse=reverse,
-    )
+    capacity = max_steps if rows is None else rows
+    return Extent(low, high, bound, False, over, checks, capacity, bound_is_loose=rows is None, reverse=reverse)

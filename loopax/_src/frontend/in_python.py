@@ -20,14 +20,18 @@ from loopax._src.frontend.trace import Findings, FirstCondition, Step, Taken, pr
 from loopax._src.jax_internals import keep_bits, of_weak_type, value_now, zeros
 from loopax._src.nnx.functional import clear_errors
 from loopax._src.progress import Reporter
-from loopax._src.pytrees.leaves import Spec, pack
+from loopax._src.pytrees.leaves import Spec
 
 
 @dataclass
 class PythonSteps:
     """The steps that a loop has taken in Python."""
 
+    step: Step
     extent: Extent
+    extras: Sequence[Any]
+    xs: Sequence[Any]
+    x_rows: Spec
     carry: list[Any]  # after them
     spec: Spec
     goes_on: Any = None  # whether there is another one; None: the loop has no condition
@@ -36,14 +40,9 @@ class PythonSteps:
     found: Findings | None = None  # of all of them; None: there is none
 
     @property
-    def number(self) -> int:
-        """How many they are."""
-        return len(self.ys)
-
-    @property
     def rest(self) -> Extent:
         """The rows that are left."""
-        low, high, number = self.extent.low, self.extent.high, self.number
+        low, high, number = self.extent.low, self.extent.high, len(self.ys)
         one = {"high": high - number} if self.extent.reverse else {"low": low + number}
         return replace(self.extent, **one)
 
@@ -56,7 +55,7 @@ class PythonSteps:
         own = [jnp.stack(rows[::-1] if reverse else rows) for rows in zip(*self.ys, strict=True)]
         return [put_rows(*pair, first) for pair in zip(ys, own, strict=True)]
 
-    def add(self, where: str, taken: Taken, spec: Spec) -> None:
+    def add(self, taken: Taken, spec: Spec) -> None:
         """Add a step. Rows of outputs are stacked, so those of all steps have the same types."""
         if (before := self.found) is not None:
             a, b = before.y_spec, taken.found.y_spec
@@ -66,7 +65,7 @@ class PythonSteps:
             ]
             if (before.rows.written, a.treedef) != (taken.found.rows.written, b.treedef) or types[0] != types[1]:
                 raise TypeError(
-                    f"{where} must return rows of the same types in all steps. It returned:\n"
+                    f"{self.step.where} must return rows of the same types in all steps. It returned:\n"
                     f"  in earlier steps: {', '.join(types[0]) or 'no arrays'}\n"
                     f"  in this one: {', '.join(types[1]) or 'no arrays'}"
                     "\nA traced loop (without `jax.disable_jit`) would have seen one of them only."
@@ -75,46 +74,35 @@ class PythonSteps:
         self.found = taken.found if before is None else taken.found.after(before)
         self.ys.append(taken.ys)
 
+    def take(self, goes_on: FirstCondition | None, reporter: Reporter | None) -> None:
+        """Take steps until a value decides that is not known; `goes_on(extras, init)` decides on the first step."""
+        step, extent, extras = self.step, self.extent, self.extras
+        if goes_on is not None:
+            self.goes_on, self.carry = first_condition(step.where, goes_on, extras, self.spec, self.carry)
+        low, high = value_now(extent.low), value_now(extent.high)
+        if low is None or high is None:
+            return
+        rows = range(int(low), int(high))
+        shown_by, due = None, 0  # the number of the display, and the step that it shows next
+        for row in reversed(rows) if extent.reverse else rows:
+            is_next = True if goes_on is None else value_now(self.goes_on)
+            if not is_next:
+                self.is_over = is_next is not None
+                break
+            if reporter is not None:  # as a traced loop does it (`core/ir/annotations.py`)
+                if shown_by is None:
+                    shown_by, due = reporter.begin(UNKNOWN if goes_on else len(rows), 1, 0, 0)
+                if len(self.ys) == due:
+                    due += reporter.report(shown_by, len(self.ys), UNKNOWN)
+            x = [keep_bits(partial(lax.index_in_dim, index=row, keepdims=False), x) for x in self.xs]
 
-def take_steps(
-    step: Step,
-    extent: Extent,
-    extras: Sequence[Any],
-    init: Any,
-    xs: Sequence[Any],
-    x_rows: Spec,
-    goes_on: FirstCondition | None,
-    reporter: Reporter | None,
-) -> PythonSteps:
-    """Take steps until a value decides that is not known; `goes_on(extras, init)` decides on the first step."""
-    steps = PythonSteps(extent, *pack(init))
-    if goes_on is not None:
-        steps.goes_on, steps.carry = first_condition(step.where, goes_on, extras, steps.spec, steps.carry)
-    low, high = value_now(extent.low), value_now(extent.high)
-    if low is None or high is None:
-        return steps
-    rows = range(int(low), int(high))
-    shown_by, due = None, 0  # the number of the display, and the step that it shows next
-    for row in reversed(rows) if extent.reverse else rows:
-        is_next = True if goes_on is None else value_now(steps.goes_on)
-        if not is_next:
-            steps.is_over = is_next is not None
-            break
-        if reporter is not None:  # as a traced loop does it (`core/ir/annotations.py`)
-            if shown_by is None:
-                shown_by, due = reporter.begin(UNKNOWN if goes_on else len(rows), 1, 0, 0)
-            if steps.number == due:
-                due += reporter.report(shown_by, steps.number, UNKNOWN)
-        x = [keep_bits(partial(lax.index_in_dim, index=row, keepdims=False), x) for x in xs]
+            def one(init: Any, arrays: list[Any], spec: Spec) -> tuple[Taken, Spec]:
+                return take(step, jnp.int32(row), extras, init, arrays, spec, x, self.x_rows), spec  # noqa: B023
 
-        def one(init: Any, arrays: list[Any], spec: Spec) -> tuple[Taken, Spec]:
-            return take(step, jnp.int32(row), extras, init, arrays, spec, x, x_rows), spec  # noqa: B023
-
-        arrays = [of_weak_type(x, aval) for x, aval in zip(steps.carry, steps.spec.avals, strict=True)]
-        with clear_errors(f"{step.where} changes"):
-            steps.add(step.where, *promoting(step.where, steps.spec.unpack(arrays), one))
-    else:
-        steps.is_over = True
-    if reporter is not None and shown_by is not None:
-        reporter.end(shown_by, steps.number)
-    return steps
+            arrays = [of_weak_type(x, aval) for x, aval in zip(self.carry, self.spec.avals, strict=True)]
+            with clear_errors(f"{step.where} changes"):
+                self.add(*promoting(step.where, self.spec.unpack(arrays), one))
+        else:
+            self.is_over = True
+        if reporter is not None and shown_by is not None:
+            reporter.end(shown_by, len(self.ys))

@@ -26,7 +26,7 @@ class KeyUse(NamedTuple):
     """The keys that a step consumes, and those of the carry that it returns as they came."""
 
     closed_over: list[Any]
-    carry: list[bool]  # which arrays they are
+    carry: list[bool]  # which leaves they are
     x: list[bool]
     kept: list[bool]
 
@@ -54,31 +54,31 @@ def key_use(
         raise KeyReuseError(f"{where} consumes the PRNG key {old[0]}, and returns no new one in its place. Split it.")
     first = sum(sizes[:2])
     unchanged = [forwarded.get(num_go + i) == first + i for i in range(len(of_carry))]
-    return KeyUse(select(closed_over, raw.consts), of_carry, of_x, unchanged)
+
+    def of_leaves(spec: Spec, of_arrays: Sequence[bool]) -> list[bool]:
+        following = iter(of_arrays)
+        return [isinstance(leaf, Dynamic) and next(following) for leaf in spec.leaves]
+
+    known = select(closed_over, raw.consts)
+    return KeyUse(known, of_leaves(carry, of_carry), of_leaves(x, of_x), of_leaves(carry, unchanged))
 
 
-def note_key_use(use: KeyUse | None, carry: tuple[Any, Spec], xs: tuple[Any, Spec], seen: list[Any]) -> None:
+def note_key_use(use: KeyUse | None, carry: Any, xs: Any, seen: list[Any]) -> None:
     """Say it to JAX, but for keys that other branches have consumed already (`seen`); pytrees are frozen."""
-    if use is None:
-        return
-    # The leaves that are arrays in the loop, keys as they are.
-    arrays = [
-        select([isinstance(leaf, Dynamic) for leaf in spec.leaves], jax.tree.leaves(tree)) for tree, spec in (carry, xs)
-    ]
-    keys = [*use.closed_over, *select(use.carry, arrays[0]), *select(use.x, arrays[1])]
-    new = [key for key in keys if not any(key is other for other in seen)]
-    seen.extend(new)
-    jaxi.consume_keys(new)
+    if use is not None:
+        keys = [*use.closed_over, *select(use.carry, jax.tree.leaves(carry)), *select(use.x, jax.tree.leaves(xs))]
+        new = [key for key in keys if not any(key is other for other in seen)]
+        seen.extend(new)
+        jaxi.consume_keys(new)
 
 
-def with_kept_keys(use: KeyUse | None, init: Any, spec: Spec, carry: Any) -> Any:
+def with_kept_keys(use: KeyUse | None, init: Any, carry: Any) -> Any:
     """The last carry, with the first one's keys where each step returns them: whoever uses both uses one key twice."""
     if use is None or not any(use.kept):
         return carry
     leaves, structure = jax.tree.flatten(carry)
-    old, kept = jax.tree.leaves(init), iter(use.kept)
-    is_kept = [isinstance(leaf, Dynamic) and next(kept) for leaf in spec.leaves]
-    return structure.unflatten([a if kept else b for kept, a, b in zip(is_kept, old, leaves, strict=True)])
+    pairs = zip(use.kept, jax.tree.leaves(init), leaves, strict=True)
+    return structure.unflatten([old if kept else new for kept, old, new in pairs])
 
 
 _ADVICE = "Let the function close over it, and read and write it there; or give its value (`ref[...]`)."
@@ -136,14 +136,6 @@ class ReferenceRows:
             return carry, (y, [jax.freeze(leaf) for leaf, m in zip(leaves, self.mask, strict=True) if m]), goes_on
 
         return replace(step, call=on_rows, options=(step.options, self.mask))
-
-    def refuse_closed_over(self, where: str, closed_over: Sequence[Any]) -> None:
-        """Raise where the loop would carry two values of one array."""
-        if any(one is other for one in self.references for other in closed_over):
-            raise ValueError(
-                f"{where} closes over a mutable array (`jax.new_ref`) that is among the xs as well. Give it once: as "
-                "xs, or closed over and indexed by the row."
-            )
 
     def write_back(self, ys: Any, taken: jax.Array) -> Any:
         """Give the mutable arrays the rows that the loop has walked. Returns the user's ys."""

@@ -20,18 +20,10 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.lanes import Free, Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
+from loopax._src.frontend import references as refs
 from loopax._src.frontend.checks import Check, KindCheck, settle
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.in_python import PythonSteps, take_steps
-from loopax._src.frontend.references import (
-    NO_REFERENCES,
-    KeyUse,
-    ReferenceRows,
-    note_key_use,
-    overwrite,
-    refuse_references_in,
-    with_kept_keys,
-)
+from loopax._src.frontend.in_python import PythonSteps
 from loopax._src.frontend.steps import always, first_condition, scan_step
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, trace_promoting
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
@@ -73,7 +65,7 @@ class _ArrayResults:
     ys: list[Any]  # those that the body wrote to rows of xs first
     found: Findings
     checks: Sequence[Check] = ()
-    key_use: KeyUse | None = None
+    key_use: refs.KeyUse | None = None
 
 
 # Compiled, so that the numbers are no arguments that are moved to the device.
@@ -92,7 +84,7 @@ class UserLoop:
     init: Any
     xs: Any = None
     goes_on: FirstCondition | None = None  # None: the loop has no condition
-    references: ReferenceRows = NO_REFERENCES  # those whose values are among xs
+    references: refs.ReferenceRows = refs.NO_REFERENCES  # those whose values are among xs
     branch: str = ""  # the function of a `cond` or a `switch` that the loop calls
     used_keys: list[Any] = field(default_factory=list)  # PRNG keys that other branches have consumed
 
@@ -101,7 +93,7 @@ class UserLoop:
         options, self.step = self.options, self.references.step(self.step)
         self.frozen, self.frozen_xs = freeze(self.init), freeze(self.xs)
         self.x_arrays, self.x_spec = pack(self.frozen_xs)
-        refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), self.frozen)
+        refs.refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), self.frozen)
         self.derivative = options.derivative and core.kept(options.derivative)
         # What the program keeps of the kind.
         self.kind = core.kept(options.kind) if self.derivative else core.checked_kind(options.kind, self.extent.bound)
@@ -147,9 +139,13 @@ class UserLoop:
         """Trace the step, and run the loop from a carry (frozen) on."""
         step, options, extras = self.step, self.options, self.extras
         traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on)
-        note_key_use(traced.key_use, (init, spec), (self.frozen_xs, self.x_spec), self.used_keys)
+        refs.note_key_use(traced.key_use, init, self.frozen_xs, self.used_keys)
         self._check(traced.found)
-        self.references.refuse_closed_over(step.where, traced.references)
+        if any(one is other for one in self.references.references for other in traced.references):
+            raise ValueError(
+                f"{step.where} closes over a mutable array (`jax.new_ref`) that is among the xs as well. Give it once: "
+                "as xs, or closed over and indexed by the row."
+            )
         if self.derivative and traced.references:
             raise NotImplementedError(
                 f"{step.where} reads or writes a mutable array (a `jax.Ref`), which derivative={self.derivative!r} "
@@ -208,7 +204,7 @@ class UserLoop:
         out = self.reporter.watch(run_now) if self.reporter else run_now()
         go, carry, flags, values = split_list(out.carry, [num_go, len(arrays), num_flags])
         for reference, value in zip(traced.references, values, strict=True):
-            overwrite(reference, value)
+            refs.overwrite(reference, value)
         checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
         carry, go = restore_weak(carry, traced.carry_avals), go[0] if go else None
         return _ArrayResults(out.num_steps, go, carry, spec, out.ys, traced.found, checks, traced.key_use)
@@ -232,7 +228,7 @@ class UserLoop:
         return LoopResults(
             ended.num_steps,
             ended.goes_on,
-            with_kept_keys(ended.key_use, self.frozen, ended.spec, ended.spec.unpack(ended.carry)),
+            refs.with_kept_keys(ended.key_use, self.frozen, ended.spec.unpack(ended.carry)),
             self.references.write_back(ys, walked),
             list(ended.checks),
             hand_over_all,
@@ -241,12 +237,12 @@ class UserLoop:
     def _in_python(self) -> LoopResults:
         """Take steps in Python; a traced loop takes those that Python cannot, or gives types where there are none."""
         extent, x_rows = self.extent, [jaxi.keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
-        take = partial(take_steps, self.step, extent, self.extras, self.frozen, x_rows, self.x_spec.rows())
-        take = partial(take, self.goes_on)
-        steps: PythonSteps = self.reporter.watch(partial(take, self.reporter)) if self.reporter else take(None)
+        steps = PythonSteps(self.step, extent, self.extras, x_rows, self.x_spec.rows(), *pack(self.frozen))
+        take = partial(steps.take, self.goes_on, self.reporter)
+        self.reporter.watch(take) if self.reporter else take()
         if steps.found is not None and steps.is_over:
             self._check(steps.found)
-            number, ys = jnp.int32(steps.number), steps.written()
+            number, ys = jnp.int32(len(steps.ys)), steps.written()
             return self._as_pytrees(_ArrayResults(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
         condition = None if self.goes_on is None else lambda *_: steps.goes_on
         last = steps.spec.unpack(steps.carry)
@@ -267,7 +263,7 @@ class UserLoop:
             return LoopResults(jnp.int32(0), steps.goes_on, last, None, [], hand_over)
         if steps.found is not None:
             ys, found = steps.written(rest.ys), rest.found.after(steps.found)
-            rest = replace(rest, num_steps=rest.num_steps + steps.number, ys=ys, found=found)
+            rest = replace(rest, num_steps=rest.num_steps + len(steps.ys), ys=ys, found=found)
         return self._as_pytrees(rest)
 
 
@@ -332,7 +328,7 @@ def run_scan(
     xs: PyTree[Any],
     called: Called,
     back: StepBack | None,
-    references: ReferenceRows = NO_REFERENCES,
+    references: refs.ReferenceRows = refs.NO_REFERENCES,
     depends_on: Hashable = (),
 ) -> tuple[tuple[Any, Any], LoopInfo]:
     """Run a scan; `f` and `stop` depend on the functions in `called`, and on `depends_on`.
@@ -345,14 +341,7 @@ def run_scan(
     if is_counted:  # the length stops the loop, too: it is the first of the extras
         extras, goes_on = [extent.high, *extras], lambda extras, _: extras[0] > 0
         called = called._replace(extras=("length", "key"))
-    spec = (
-        words.name,
-        extent.capacity is None,
-        options.key_spec,
-        depends_on,
-        is_counted and extent.reverse,
-        is_counted,
-    )
-    step = Step(call, words.where, called, spec, back)
+    facts = words.name, extent.capacity is None, options.key_spec, depends_on, is_counted and extent.reverse, is_counted
+    step = Step(call, words.where, called, facts, back)
     carry, ys, loop_info = UserLoop(step, options, extent, extras, init, xs, goes_on, references).finished()
     return (carry, ys), loop_info

@@ -31,15 +31,14 @@ Call = Callable[[Any, Sequence[Any], Any, Any], tuple[Any, Any, Any]]
 
 def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[FirstCondition, Call]:
     """Whether to take a step from a carry, and a step of a `while_loop`."""
-    check_callable(f"cond_fun of {options.name}", cond_fun)
-    check_callable(f"body_fun of {options.name}", body_fun)
+    of_cond, where = f"cond_fun of {options.name}", f"body_fun of {options.name}"
+    check_callable(of_cond, cond_fun)
+    check_callable(where, body_fun)
 
     def goes_on(_: Sequence[Any], val: Any) -> Any:
-        where = f"cond_fun of {options.name}"
-        return one_bool(where, call_user(where, cond_fun, ["val"], val))
+        return one_bool(of_cond, call_user(of_cond, cond_fun, ["val"], val))
 
     def call(row: Any, extras: Sequence[Any], val: Any, _: Any) -> tuple[Any, Any, Any]:
-        where = f"body_fun of {options.name}"
         new = call_user(where, body_fun, ["val"], val, **options.step_key(row, extras))
         refuse_none(where, val, new)
         return new, None, goes_on(extras, new)
@@ -49,11 +48,11 @@ def while_step(options: Options, cond_fun: Any, body_fun: Any) -> tuple[FirstCon
 
 def fori_step(options: Options, body_fun: Any, is_weak: bool) -> Call:
     """A step of a `fori_loop`: the index of the first is the first of `extras`."""
-    check_callable(f"body_fun of {options.name}", body_fun)
+    where = f"body_fun of {options.name}"
+    check_callable(where, body_fun)
 
     def call(row: Any, extras: Sequence[Any], val: Any, _: Any) -> tuple[Any, Any, Any]:
         i = fori_index(row, extras, is_weak)
-        where = f"body_fun of {options.name}"
         new = call_user(where, body_fun, ["i", "val"], i, val, **options.step_key(i, extras))
         refuse_none(where, val, new)
         return new, None, None

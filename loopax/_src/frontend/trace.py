@@ -18,27 +18,11 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
+from loopax._src.frontend import references as refs
 from loopax._src.frontend.checks import collecting
-from loopax._src.frontend.references import (
-    KeyUse,
-    key_use,
-    refuse_closed_over,
-    refuse_other_types,
-    refuse_references_in,
-)
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.jax_internals import ClosedJaxpr
-from loopax._src.nnx.functional import (
-    Changes,
-    WrittenRows,
-    clear_errors,
-    freeze,
-    is_object,
-    take_back,
-    thaw,
-    thaw_numbered,
-    written_rows,
-)
+from loopax._src.nnx import functional as nnx
 from loopax._src.pytrees.carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.leaves import Dynamic, Spec, in_modules, is_number, pack, with_arrays
 from loopax._src.pytrees.static import Called
@@ -82,9 +66,9 @@ class Findings:
     """What a step does to the user's pytrees, besides their values."""
 
     y_spec: Spec
-    changes: Changes  # what the body does to NNX objects in the carry
-    row_changes: Changes  # and to those in rows of xs
-    rows: WrittenRows  # whose written arrays are the first ys
+    changes: nnx.Changes  # what the body does to NNX objects in the carry
+    row_changes: nnx.Changes  # and to those in rows of xs
+    rows: nnx.WrittenRows  # whose written arrays are the first ys
 
     def after(self, before: "Findings") -> "Findings":
         """What this step and those before it do together."""
@@ -120,7 +104,7 @@ class Traced:
     found: Findings
     messages: list[str]  # one for each flag: what went wrong where it is True
     names: core.Names
-    key_use: KeyUse | None
+    key_use: refs.KeyUse | None
     # The first condition, (*closed over, *extras, *carry) -> bool[], and what it closes over. None: there is none, or
     # `run` calls it itself.
     first: tuple[ClosedJaxpr, list[Any]] | None
@@ -128,8 +112,8 @@ class Traced:
 
 def trace_step(step: Step, extras: Sequence[Any], init: Any, goes_on: FirstCondition | None) -> Traced:
     """A step without rows of xs as `run` traces it, to describe it; `init` has the types that it has in the loop."""
-    traced = trace_promoting(step, extras, freeze(init), pack(None)[1].rows(), goes_on)[0]
-    refuse_closed_over(step.where, traced.references, "Pass its value through the carry")
+    traced = trace_promoting(step, extras, nnx.freeze(init), pack(None)[1].rows(), goes_on)[0]
+    refs.refuse_closed_over(step.where, traced.references, "Pass its value through the carry")
     return traced
 
 
@@ -193,7 +177,7 @@ def traced_once(functions: Sequence[Any], key: Hashable, trace_now: Callable[[],
         kind = type(function)
         by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
         has_weak_references = kind.__weakrefoffset__ != 0  # negative where Python keeps them, from 3.12 on
-        is_object_of_its_own = by_identity and has_weak_references and not is_object(function)
+        is_object_of_its_own = by_identity and has_weak_references and not nnx.is_object(function)
         return isinstance(function, types.FunctionType) or is_object_of_its_own
 
     if not all(map(is_only_itself, functions)):
@@ -229,19 +213,19 @@ def take(
     """
     start = placed(spec.unpack(arrays))
     x_start = placed(x_rows.unpack(x_arrays))
-    (carry, objects), (x, x_objects) = thaw_numbered(start), thaw_numbered(x_start)
+    (carry, objects), (x, x_objects) = nnx.thaw_numbered(start), nnx.thaw_numbered(x_start)
     carry, y, goes_on = step.call(row, placed(extras), carry, x)
-    carry, changes = take_back(step.where, start, objects, carry)
-    refuse_references_in(f"{step.where} returned carry", carry)
+    carry, changes = nnx.take_back(step.where, start, objects, carry)
+    refs.refuse_references_in(f"{step.where} returned carry", carry)
     matched = match_carry(step.where, init, spec, carry)
     # An array that only went through a PRNG key is the one that was given.
     both = zip(spec.leaves, jax.tree.leaves(start), jax.tree.leaves(carry), strict=True)
     same = [old is new for leaf, old, new in both if isinstance(leaf, Dynamic)]
     matched = [old if is_same else new for old, new, is_same in zip(arrays, matched, same, strict=True)]
-    x, row_changes = take_back(step.where, x_start, x_objects, x, of_rows=True)
-    rows, written = written_rows(step.where, x_start, x_rows, x)
-    y = freeze(y)
-    refuse_references_in(f"{step.where} returned y", y)
+    x, row_changes = nnx.take_back(step.where, x_start, x_objects, x, of_rows=True)
+    rows, written = nnx.written_rows(step.where, x_start, x_rows, x)
+    y = nnx.freeze(y)
+    refs.refuse_references_in(f"{step.where} returned y", y)
     ys, y_spec = pack(without_flags(y))
     return Taken(goes_on, matched, [*rows, *ys], Findings(y_spec, changes, row_changes, written))
 
@@ -266,11 +250,12 @@ def _trace_now(
         found.update(found=taken.found, carry_avals=carry_avals, messages=list(flags))
         results = [*[taken.goes_on] * num_go, *taken.carry, *flags.values(), *taken.ys]
         if step.back is not None and step.back.record is not None:
-            carries, x = [thaw(spec.unpack(carry)) for carry in (arrays, taken.carry)], thaw(x_rows.unpack(x_arrays))
+            x = nnx.thaw(x_rows.unpack(x_arrays))
+            carries = [nnx.thaw(spec.unpack(carry)) for carry in (arrays, taken.carry)]
             with collecting():  # the body has the checks
                 made = step.back.record(row, given, carries, x)
-            made = freeze(made)
-            refuse_references_in(f"record of {step.where} returned", made)
+            made = nnx.freeze(made)
+            refs.refuse_references_in(f"record of {step.where} returned", made)
             recorded, row_spec = pack(without_flags(made))
             results += recorded
         return results
@@ -280,14 +265,14 @@ def _trace_now(
     carry, x = spec.names(called.name("carry")), x_rows.names(called.name("x"))
     names = [called.name("i"), *called.extras[: len(extras)], *carry, *x]
     called.name_in_errors(flat, names)
-    with clear_errors(f"{step.where} changes"):
+    with nnx.clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
-    uses = key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
+    uses = refs.key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
     open_body, closed_over = _opened(step.where, raw)
     num_own, open_back, places = len(closed_over), None, []
     if step.back is not None:
         # Traced when the types of a row of the tape are known. It may close over more than the step does.
-        open_back, more = _trace_back(step, step.back, extras, init, spec, x_rows, row_spec, placed, names)
+        open_back, more = _trace_back(step, extras, init, spec, x_rows, row_spec, names)
         closed_over = [*closed_over, *(x for x in more if not any(x is known for known in closed_over))]
         places = [next(i for i, known in enumerate(closed_over) if x is known) for x in more]
 
@@ -340,7 +325,7 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
     def flat(*operands: Any) -> Any:
         nonlocal is_pure
         given, arrays = split_list(operands, [len(extras)])
-        carry, objects = thaw_numbered(spec.unpack(arrays))
+        carry, objects = nnx.thaw_numbered(spec.unpack(arrays))
         with collecting() as (checks, _):
             go = goes_on(given, carry)
         is_pure = not objects and not checks
@@ -351,31 +336,25 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
 
 
 def _trace_back(
-    step: Step,
-    back: StepBack,
-    extras: Sequence[Any],
-    init: Any,
-    spec: Spec,
-    x_rows: Spec,
-    row_spec: Spec,
-    placed: Callable[[Any], Any],
-    names: Sequence[str],
+    step: Step, extras: Sequence[Any], init: Any, spec: Spec, x_rows: Spec, row_spec: Spec, names: Sequence[str]
 ) -> tuple[ClosedJaxpr, list[Any]]:
     """The inverse as a program (*closed over, row, *extras, *carry, *x, *row of the tape) -> carry before the step."""
+    back, here = step.back, jaxi.source_here()
+    assert back is not None
 
     def flat(row: Any, *operands: Any) -> list[Any]:
         given, arrays, x_arrays, recorded = split_list(operands, [len(extras), len(spec.avals), len(x_rows.avals)])
-        after = placed(spec.unpack(arrays))
-        (carry, objects), (x, _) = thaw_numbered(after), thaw_numbered(x_rows.unpack(x_arrays))
+        after = jaxi.made_at(here, spec.unpack(arrays))
+        (carry, objects), (x, _) = nnx.thaw_numbered(after), nnx.thaw_numbered(x_rows.unpack(x_arrays))
         with collecting():  # the body has the checks
             carry = back.inverse(row, given, [carry], x, *([row_spec.unpack(recorded)] if back.record else []))
         where = f"the inverse of {step.where}"
-        carry, _ = take_back(where, after, objects, carry)
+        carry, _ = nnx.take_back(where, after, objects, carry)
         return match_carry(where, init, spec, carry)
 
     step.called.name_in_errors(flat, [*names, *row_spec.names("recorded")])
     avals = [*map(jax.typeof, extras), *spec.avals, *x_rows.avals, *map(jaxi.strong, row_spec.avals)]
-    with clear_errors(f"{step.where} changes"):
+    with nnx.clear_errors(f"{step.where} changes"):
         return _opened(step.where, jax.make_jaxpr(flat)(INDEX, *avals))
 
 
@@ -383,7 +362,7 @@ def _opened(where: str, closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """A program (*closed over, ...) of values in place of mutable arrays, and what it closes over."""
     opened, closed_over = jaxi.open_constants(closed)
     opened, places = take_out_places(opened)
-    refuse_other_types(where, closed_over)
+    refs.refuse_other_types(where, closed_over)
     return jaxi.with_values(opened) if jaxi.uses_references(opened) else opened, [*places, *closed_over]
 
 

@@ -166,15 +166,15 @@ class WrittenRows:
     """What a body writes to NNX objects in a row of xs: further rows of outputs, of which xs is made after the loop."""
 
     spec: Spec  # of the row as the body leaves it
-    places: tuple[int | None, ...]  # for each array, the one of xs that was there before
+    origins: tuple[int | None, ...]  # for each array, the one of xs that was there before
     written: Mask  # and whether the body wrote it
 
     def xs_after(self, xs: Sequence[jax.Array], rows: Sequence[jax.Array], taken: jax.Array) -> Any:
         """The xs, frozen, with the rows that were written where they were taken; others of what is new are zero."""
         following = iter(rows)
         arrays = []
-        for place, is_written in zip(self.places, self.written, strict=True):
-            old, new = None if place is None else xs[place], next(following) if is_written else None
+        for origin, is_written in zip(self.origins, self.written, strict=True):
+            old, new = None if origin is None else xs[origin], next(following) if is_written else None
             if old is not None and new is not None:
                 new = jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old)
             arrays.append(old if new is None else new)
@@ -199,7 +199,7 @@ def written_rows(where: str, start: Any, spec: Spec, end: Any) -> tuple[list[jax
         raise TypeError(
             f"{where} changes an NNX object in a row of xs to another dtype. Convert xs to the dtype before the scan."
         ) from None
-    ends = [x if place is None else fitting[place] for x, place in zip(ends, after.places, strict=True)]
+    ends = [x if origin is None else fitting[origin] for x, origin in zip(ends, after.origins, strict=True)]
     return select(written, ends), after
 
 
