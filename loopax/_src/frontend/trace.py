@@ -17,7 +17,7 @@ from loopax._src import core
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
+from loopax._src.core.jaxpr.util import INDEX, either, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.rows import refuse_strays
@@ -72,7 +72,8 @@ class Findings:
 
     def after(self, before: "Findings") -> "Findings":
         """What this step and those before it do together."""
-        changes, row_changes = self.changes.after(before.changes), self.row_changes.after(before.row_changes)
+        both = lambda new, old: replace(new, written=tuple(map(either, new.written, old.written)))  # noqa: E731
+        changes, row_changes = both(self.changes, before.changes), both(self.row_changes, before.row_changes)
         return replace(self, changes=changes, row_changes=row_changes)
 
 

@@ -9,7 +9,7 @@ a body does to them is done to the caller's objects after the loop.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
-from loopax._src.core.jaxpr.util import Mask, either, select
+from loopax._src.core.jaxpr.util import Mask, select
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.leaves import Spec, describe, pack, same_value
@@ -209,10 +209,6 @@ class Changes:
 
     replaced: tuple[bool, ...] = ()  # it returns an object of its own instead
     written: tuple[tuple[bool, ...], ...] = ()  # which values it changes
-
-    def after(self, before: "Changes") -> "Changes":
-        """What a body does to them in this step and in those before it."""
-        return replace(self, written=tuple(map(either, self.written, before.written)))
 
 
 def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_rows: bool = False) -> tuple[Any, Changes]:
