@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import batch_expanded
-from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
+from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad
 
@@ -236,21 +236,11 @@ def _transpose(ct: Any, active: Any, _first: Any, x: Any, **_: Any) -> list[Any]
     return [None, None, ct]
 
 
-def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, batch_axes: int, when: When) -> Any:
-    """Lanes of several batches: each batch fills its lanes with one of its own.
-
-    Operands are `active, first, x`; the new axis of lanes is in front of all of them, and of the result.
-    """
-    axis = Axis.of(axis_data)
-    operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
-    return fill_inactive_p.bind(*operands, batch_axes=batch_axes + 1, when=when), 0
-
-
 jaxi.register(
     fill_inactive_p,
     meaning=filled,
     params=["batch_axes", "when"],
     jvp=_jvp,
     transpose=_transpose,
-    batch=batch_if_mapped(fill_inactive_p, _batch),
+    batch=batch_in_front(fill_inactive_p, "batch_axes"),  # each batch fills its lanes with one of its own
 )

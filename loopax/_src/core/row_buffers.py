@@ -30,10 +30,10 @@ from jax import lax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import computed, dependence_rules, jointly_linear
-from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
+from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, batch_in_front, fill_axis
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking import fill_inactive
-from loopax._src.jax_internals import Primitive, ad
+from loopax._src.jax_internals import ad
 
 # Of each operation, `lane_axes` says how many leading axes of the array are those of lanes. `place` has these axes too,
 # and perhaps more: so many rows are read from one array, or written to it. Places for rows to put or take differ.
@@ -258,29 +258,16 @@ def _batch_view(_: Any, operands: Sequence[Any], dims: Sequence[Any]) -> Any:
     return [seen, rows], [0, 0]
 
 
-def _batch_all(
-    primitive: Primitive, axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], lane_axes: int, **params: Any
-) -> Any:
-    """Every lane gets an array of its own, with one more axis of lanes in front of all operands.
-
-    After a write the lanes' arrays differ, so none is shared.
-    """
-    axis = Axis.of(axis_data)
-    operands = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
-    out = primitive.bind(*operands, lane_axes=lane_axes + 1, **params)
-    return out, [0] * len(out)
-
-
 # ---- what each does: its meaning and its parameters, the operands in which it is linear, its transpose, its batch
-# Which lanes are active matters to derivatives and batches alone.
+# Which lanes are active matters to derivatives and batches alone. After a write the lanes' arrays differ.
 
 _get_where_active = lambda rows, place, _, **params: _get(rows, place, **params)  # noqa: E731
 for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
-    (get_p, _get_where_active, ["lane_axes"], [0], _transpose_get, _batch_get),
-    (put_p, _put, ["lane_axes", "appends"], [0, 2], _transpose_write, partial(_batch_all, put_p)),
-    (add_p, _add, ["lane_axes"], [0, 2], _transpose_write, partial(_batch_all, add_p)),
-    (take_p, _take, ["lane_axes"], [0], _transpose_take, partial(_batch_all, take_p)),
-    (view_p, lambda rows, _: [rows, rows], [], [0], _transpose_view, _batch_view),
+    (get_p, _get_where_active, ["lane_axes"], [0], _transpose_get, batch_if_mapped(get_p, _batch_get)),
+    (put_p, _put, ["lane_axes", "appends"], [0, 2], _transpose_write, batch_in_front(put_p, "lane_axes")),
+    (add_p, _add, ["lane_axes"], [0, 2], _transpose_write, batch_in_front(add_p, "lane_axes")),
+    (take_p, _take, ["lane_axes"], [0], _transpose_take, batch_in_front(take_p, "lane_axes")),
+    (view_p, lambda rows, _: [rows, rows], [], [0], _transpose_view, batch_if_mapped(view_p, _batch_view)),
 ):
     jaxi.register(
         _primitive,
@@ -288,7 +275,7 @@ for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
         params=_params,
         linear_in=_linear_in,
         transpose=_transpose,
-        batch=batch_if_mapped(_primitive, _batch),
+        batch=_batch,
     )
 
 # The array that `get` hands on is the one that it was given, whatever the place.

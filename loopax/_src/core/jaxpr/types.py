@@ -24,9 +24,9 @@ from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
-    collective_in,
     collective_over,
     equations_in,
+    inner_jaxprs,
     map_programs,
     programs_in,
     stacked,
@@ -145,6 +145,18 @@ def batch_if_mapped(primitive: Primitive, rule: Callable[..., Any]) -> Callable[
     return batch
 
 
+def batch_in_front(primitive: Primitive, num_axes: str) -> Callable[..., Any]:
+    """The batching rule of a primitive that has a parameter for how many axes of lanes are in front of all operands."""
+
+    def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
+        axis = Axis.of(axis_data)
+        filled = [fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)]
+        out = primitive.bind(*filled, **{**params, num_axes: params[num_axes] + 1})
+        return out, [0] * len(out) if primitive.multiple_results else 0
+
+    return batch_if_mapped(primitive, batch)
+
+
 def is_batched(dims: Sequence[Any]) -> Mask:
     """Which operands have a mapped axis."""
     return tuple(d is not None for d in dims)
@@ -246,15 +258,18 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
 
     All that it takes and returns varies over these axes, and nothing in it communicates over them.
     """
-    if collective := collective_in(body, axes):
-        name, axis = collective
-        raise NotImplementedError(
-            f"the body of a loop communicates over the axis {axis!r} of a `jax.shard_map` (`{name}`), but the devices "
-            "along it take different numbers of steps: one that has finished would keep the others waiting for ever. "
-            "Give all of them the same number of steps and mask inside the body, or move the collective out of the "
-            "loop. If they do take the same number, say so to JAX: decide on it by what does not vary, such as the "
-            f"result of `jax.lax.pmax(..., {axis!r})`."
-        )
+    for eqn in equations_in(body):
+        # An equation with programs inside communicates where an equation in these does, which has the name.
+        over = jaxi.communicates_over(eqn) & axes
+        if over and not jaxi.is_axis_index(eqn) and not any(inner_jaxprs(eqn)):
+            name, axis = jaxi.collective_name(eqn), min(over, key=str)
+            raise NotImplementedError(
+                f"the body of a loop communicates over the axis {axis!r} of a `jax.shard_map` (`{name}`), but the "
+                "devices along it take different numbers of steps: one that has finished would keep the others waiting "
+                "for ever. Give all of them the same number of steps and mask inside the body, or move the collective "
+                "out of the loop. If they do take the same number, say so to JAX: decide on it by what does not vary, "
+                f"such as the result of `jax.lax.pmax(..., {axis!r})`."
+            )
 
     def has_marks(jaxpr: ClosedJaxpr) -> bool:
         return any(axes & jaxi.marked_varying(eqn) for eqn in equations_in(jaxpr))

@@ -194,15 +194,6 @@ def map_programs(eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> An
     return eqn.replace(params={name: map_parameter(value, function) for name, value in eqn.params.items()})
 
 
-def collective_in(jaxpr: ClosedJaxpr, axes: frozenset[Any]) -> tuple[str, Any] | None:
-    """The name of a primitive in it that communicates over one of these axes, and that axis."""
-    for eqn in equations_in(jaxpr):
-        # An equation with programs inside communicates where an equation in these does, which has the name.
-        if (over := jaxi.communicates_over(eqn) & axes) and not jaxi.is_axis_index(eqn) and not any(inner_jaxprs(eqn)):
-            return jaxi.collective_name(eqn), min(over, key=str)
-    return None
-
-
 def collective_over(program: ClosedJaxpr, axis_name: Any) -> bool:
     """Whether a jaxpr communicates over this mapped axis, or asks for a lane's place on it; None: it has no name."""
     return axis_name is not None and any(axis_name in jaxi.communicates_over(eqn) for eqn in equations_in(program))
