@@ -34,38 +34,26 @@ active_p = jaxi.new_primitive("active_lanes")
 _COLUMNS = 256  # in which many lanes are searched
 
 
-class ActiveLanes(NamedTuple):
-    """The parameters of the primitive. Operands are `row, *window`: the limits that each lane has of its own."""
+def active_lanes(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
+    """Which lanes have this row in their window: the one result of the primitive.
 
-    windows: Mask  # whether lanes have lower limits of their own, and upper ones
-    lanes: int
-
-
-def active_lanes(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
-    """Which lanes have this row in their window; a bound that all share needs no test."""
+    `window` is the limits that each lane has of its own, and `windows` says whether it has a lower one, and an upper
+    one. A bound that all share needs no test.
+    """
     active = jnp.ones(lanes, bool)
     if windows[0]:
         active &= window[0] <= row
     if windows[1]:
         active &= row < window[-1]
-    return active
-
-
-def _active(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
-    return [active_lanes(row, window, windows, lanes)]
+    return [active]
 
 
 jaxi.register(
     active_p,
-    meaning=_active,
-    params=ActiveLanes._fields,
-    batch=batch_if_mapped(active_p, batch_expanded(_active)),
+    meaning=active_lanes,
+    params=["windows", "lanes"],
+    batch=batch_if_mapped(active_p, batch_expanded(active_lanes)),
 )
-
-
-def visibly_active(row: Any, window: Sequence[Any], windows: Mask, lanes: int) -> Any:
-    """Which lanes are active (`active_lanes`), as a primitive that stays visible in a body."""
-    return active_p.bind(row, *window, windows=windows, lanes=lanes)[0]
 
 
 def an_active(active: Any) -> Any:
@@ -105,7 +93,7 @@ def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
     values = dict(zip(inputs, consts, strict=True))
     for eqn in body.eqns:
         if eqn.primitive is active_p and eqn.invars[0] is row and all(atom in values for atom in eqn.invars[1:]):
-            window, windows = [values[atom] for atom in eqn.invars[1:]], ActiveLanes(**eqn.params).windows
+            window, windows = [values[atom] for atom in eqn.invars[1:]], eqn.params["windows"]
             return CommonRows(jnp.max(window[0]) if windows[0] else None, jnp.min(window[-1]) if windows[1] else None)
     return None
 
@@ -121,7 +109,7 @@ def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
     def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive is not active_p:
             return bind_again(eqn, operands)
-        return [jaxi.vary_like(jnp.ones(ActiveLanes(**eqn.params).lanes, bool), eqn.outvars[0].aval)]
+        return [jaxi.vary_like(jnp.ones(eqn.params["lanes"], bool), eqn.outvars[0].aval)]
 
     return lambda *inputs: evaluate(body, inputs, equation)
 

@@ -15,7 +15,7 @@ from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs
-from loopax._src.core.masking import active_p, fill_inactive_p, visibly_active
+from loopax._src.core.masking import active_p, fill_inactive_p
 from loopax._src.core.row_buffers import VERSION, take
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
@@ -58,7 +58,7 @@ PROGRAMS = [
     linear_part(lambda w: power(w, kind="bounded")),
     linear_part(jax.grad(lambda w: power(w, kind="checkpointed"))),
     lambda w: take(w * XS, 0),
-    lambda _: visibly_active(0, [COUNTS], (False, True), 3),
+    lambda _: active_p.bind(0, COUNTS, windows=(False, True), lanes=3)[0],
 ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import loopax as lx
 from loopax._src.core.jaxpr.util import trace
 from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps
-from loopax._src.core.masking import CommonRows, active_lanes, common_rows, unmasked, visibly_active
+from loopax._src.core.masking import CommonRows, active_lanes, active_p, common_rows, unmasked
 from loopax._src.jax_internals import jaxpr_as_fun
 
 ROWS = 12
@@ -63,12 +63,12 @@ def test_every_position_takes_its_own_step_once(window, first, behind, reverse, 
 def test_the_rows_are_those_in_which_all_lanes_are_active(windows):
     low, high = np.array([1, 3, 2], np.int32), np.array([7, 9, 8], np.int32)
     own = [x for x, keep in zip((low, high), windows, strict=True) if keep]
-    ask = lambda row, *own: [visibly_active(row, own, windows, 3)]
+    ask = lambda row, *own: active_p.bind(row, *own, windows=windows, lanes=3)
     body = trace(ask, [jax.ShapeDtypeStruct((), jnp.int32), *map(jax.typeof, own)])
     rows = common_rows(body, own)
     assert rows is not None
     for row in range(ROWS):
-        active = active_lanes(jnp.int32(row), own, windows, 3)
+        (active,) = active_lanes(jnp.int32(row), *own, windows=windows, lanes=3)
         np.testing.assert_array_equal(jaxpr_as_fun(body)(jnp.int32(row), *own)[0], active)
         inside = (rows.low is None or rows.low <= row) and (rows.high is None or row < rows.high)
         assert inside == bool(active.all())

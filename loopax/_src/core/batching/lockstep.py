@@ -37,7 +37,7 @@ from loopax._src.core.jaxpr.util import (
     unflatten,
     weakly_cached,
 )
-from loopax._src.core.masking import When, active_lanes, fill_inactive, over_lanes, pick, visibly_active
+from loopax._src.core.masking import When, active_lanes, active_p, fill_inactive, over_lanes, pick
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 # One step of a batch of loops that stop at different times.
@@ -127,8 +127,8 @@ def step_lanes(
 
 def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:
     """Which lanes have this row in their window."""
-    which = visibly_active if axis.similar else active_lanes
-    return which(row, window, windows, axis.size)
+    which = active_p.bind if axis.similar else active_lanes  # the primitive stays visible in the body
+    return which(row, *window, windows=windows, lanes=axis.size)[0]
 
 
 def hull(low: Any, high: Any) -> tuple[Any, Any]:
