@@ -92,11 +92,11 @@ jaxi.register(
     rematerialize=dce.evaluate_again(loop_p),
     dce=dce.loop_dce,
     batch=batch_if_mapped(loop_p, batch_loop),
+    sparse=of_sparse(loop_p, Loop, "body", 2),
 )
 dependence.dependence_rules[loop_p] = ir_loop.loop_dependence
 dependence.mixed_operands[loop_p] = ir_loop.loop_mixed_operands
 guards[loop_p] = guard_steps(loop_p, Loop, "body", 2)
-jaxi.register_sparse(loop_p, of_sparse(loop_p, Loop, "body", 2))
 dependence.step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
 
 jaxi.register(
@@ -113,11 +113,11 @@ jaxi.register(
     rematerialize=dce.evaluate_again(reverse_sweep_p),
     dce=dce.sweep_dce,
     batch=batch_if_mapped(reverse_sweep_p, batch_sweep),
+    sparse=of_sparse(reverse_sweep_p, ReverseSweep, "step", 3),
 )
 dependence.dependence_rules[reverse_sweep_p] = ir_sweep.sweep_dependence
 dependence.mixed_operands[reverse_sweep_p] = ir_sweep.sweep_mixed_operands
 guards[reverse_sweep_p] = guard_steps(reverse_sweep_p, ReverseSweep, "step", 3)
-jaxi.register_sparse(reverse_sweep_p, of_sparse(reverse_sweep_p, ReverseSweep, "step", 3))
 dependence.step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
 
 jaxi.register(
@@ -134,10 +134,10 @@ jaxi.register(
     rematerialize=dce.evaluate_again(compact_vmap_p),
     dce=compact_autodiff.compact_vmap_dce,
     batch=batch_if_mapped(compact_vmap_p, compact_primitive.join_batches),
+    sparse=refuse_sparse,
 )
 dependence.dependence_rules[compact_vmap_p] = lambda eqn: list(dependence.dependence(CompactVmap(**eqn.params).program))
 dependence.mixed_operands[compact_vmap_p] = lambda eqn: dependence.mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = lambda eqn, active, operands: guarded(CompactVmap(**eqn.params).program)(active, *operands)
-jaxi.register_sparse(compact_vmap_p, refuse_sparse)
 
 dependence.jointly_linear.add(jaxi.keep_bits_p)

@@ -102,11 +102,6 @@ SparseRule = Callable[[Sequence[Any], dict[str, Any]], Sequence[Any]]
 _waiting: dict[Primitive, SparseRule] = {}
 
 
-def register_sparse(primitive: Primitive, rule: SparseRule) -> None:
-    """Tell `sparsify` what a primitive does with sparse matrices among its operands."""
-    _waiting[primitive] = rule
-
-
 def know_sparse() -> None:
     """Register the rules with JAX, if whoever wants them has imported its module. The tables have no public name."""
     module = sys.modules.get("jax.experimental.sparse.transform")
@@ -190,6 +185,7 @@ def register(
     dce: Rule = None,  # (used results, [live operands, from JAX 0.12 on,] eqn) -> (used operands, equation)
     batch: Rule = None,  # (axis, operands, dimensions, **p) -> (results, their dimensions)
     batch_without_axis: Rule = None,  # (operands, dimensions, **p) -> (results, their dimensions), in its place
+    sparse: SparseRule | None = None,  # what `sparsify` does with sparse matrices among the operands
 ) -> None:
     """Tell JAX all that a primitive does, whose parameters are `p`. To be called once for a primitive."""
     own_primitives.append(primitive)
@@ -228,6 +224,7 @@ def register(
         (pe.dce_rules, dce),
         (batching.fancy_primitive_batchers, batch),
         (batching.primitive_batchers, batch_without_axis),
+        (_waiting, sparse),
     ]
     for table, rule in tables:
         if rule is not None:
