@@ -98,11 +98,6 @@ def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
     return None
 
 
-def asks_for_active(body: ClosedJaxpr) -> bool:
-    """Whether a body asks which lanes are active."""
-    return any(eqn.primitive is active_p for eqn in body.eqns)
-
-
 def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
     """The body where all lanes are active; XLA removes what then has no effect."""
 

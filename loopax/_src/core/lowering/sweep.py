@@ -271,7 +271,9 @@ def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **
     ys = [unwritten(stacked(aval, sweep.bound or 0)) for aval in sweep.y_avals]
     if sweep.bound == 0:  # there are no rows, and no checkpoints
         return [*carry, *ys]
-    track = Track.of(sweep, low, high, checkpoint_rows)
+    ahead, first_row = RowLoop(sweep.reverse, sweep.unroll), checkpoint_rows[0]
+    num_steps = jnp.maximum(ahead.distance(first_row, low - 1 if sweep.reverse else high), 0)
+    track = Track(first_row, jnp.where(first_row == EMPTY_SLOT, 0, num_steps), ahead)
     if sweep.inverse is not None:
         return sweep_inverse(sweep, track, SweepOperands(consts, init, saved, carry, xs))
     progress, recorded = LoopState(carry, ys, low), recording_of(sweep)

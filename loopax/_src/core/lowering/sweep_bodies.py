@@ -4,15 +4,12 @@ from collections.abc import Callable, Sequence
 from sys import maxsize
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
-from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, split_list, trace, weakly_cached
 from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
-from loopax._src.core.masking import asks_for_active
+from loopax._src.core.masking import active_p
 from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
 
 # The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
@@ -72,7 +69,8 @@ def _handed_over(sweep: ReverseSweep) -> int:
 @weakly_cached
 def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
     """The parts of a step; None: they cannot be told apart. A record that is not `stored` is used at once."""
-    if asks_for_active(sweep.step) or (not stored and num_bytes(sweep.step.in_avals) == maxsize):
+    asks_for_active = any(eqn.primitive is active_p for eqn in sweep.step.eqns)
+    if asks_for_active or (not stored and num_bytes(sweep.step.in_avals) == maxsize):
         return None
     # Effects happen on the way back, in the order of its steps, and not in replays: such a step stays whole.
     if happens(sweep.step.effects):
@@ -142,14 +140,6 @@ class Track(NamedTuple):
     first_row: Any  # the first row
     num_steps: Any
     ahead: RowLoop  # how the forward loop walked
-
-    @classmethod
-    def of(cls, sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> "Track":
-        """From the window of rows, and where the forward loop saved."""
-        ahead = RowLoop(sweep.reverse, sweep.unroll)
-        first_row = checkpoint_rows[0]
-        num_steps = jnp.maximum(ahead.distance(first_row, low - 1 if sweep.reverse else high), 0)
-        return cls(first_row, jnp.where(first_row == EMPTY_SLOT, 0, num_steps), ahead)
 
     def row(self, step: Any) -> Any:
         """The row of a step."""
