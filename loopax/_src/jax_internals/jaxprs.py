@@ -181,25 +181,25 @@ def _evaluate(*arrays: Any, program: ClosedJaxpr) -> list[Any]:
 
 def _transpose(cts: Sequence[Any], *arrays: Any, program: ClosedJaxpr) -> list[Any]:
     """The transpose in the arrays that are undefined primals, as an operation of the same kind."""
-    linear = [ad.is_undefined_primal(x) for x in arrays]
-    known = [x for x in arrays if not ad.is_undefined_primal(x)]
-    types = [x.aval for x in arrays if ad.is_undefined_primal(x)]
+    types = {i: x.aval for i, x in enumerate(arrays) if ad.is_undefined_primal(x)}
+    known = {i: x for i, x in enumerate(arrays) if i not in types}
 
-    def transposed(*values: Any) -> Any:
-        of_known = iter(values[len(cts) :])
-        places = [None if is_linear else next(of_known) for is_linear in linear]
+    def transposed(*values: Any) -> list[Any]:
+        given = dict(zip(known, values[len(cts) :], strict=True))
 
-        def of_linear(*found: Any) -> list[Any]:
-            rest = iter(found)
-            return _evaluate(*(next(rest) if x is None else x for x in places), program=program)
+        def results(linear: dict[int, Any]) -> list[Any]:
+            return _evaluate(*((given | linear)[i] for i in range(len(arrays))), program=program)
 
-        return linear_transpose(of_linear, *types)(values[: len(cts)])
+        (found,) = linear_transpose(results, types)(values[: len(cts)])
+        return [found[i] for i in types]
 
     if all(isinstance(ct, ad.Zero) for ct in cts):
-        found = iter([ad.Zero(aval) for aval in types])
+        found = map(ad.Zero, types.values())
     else:
-        found = iter(keep_bits(transposed, *(zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts), *known))
-    return [next(found) if is_linear else None for is_linear in linear]
+        written_out = [zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts]
+        found = keep_bits(transposed, *written_out, *known.values())
+    of_linear = dict(zip(types, found, strict=True))
+    return [of_linear.get(i) for i in range(len(arrays))]
 
 
 def _batch(arrays: Sequence[Any], dims: Sequence[Any], program: ClosedJaxpr) -> Any:

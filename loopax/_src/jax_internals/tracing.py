@@ -67,9 +67,7 @@ def user_lines(eqn: Any = None) -> Iterator[tuple[str, int, str]]:
     return ((frame.file_name, frame.start_line, frame.function_name) for frame in frames)
 
 
-def source_here() -> Any:
-    """The calls that led here, for `made_at`."""
-    return _source_info.current()
+source_here = _source_info.current  # the calls that led here, for `made_at`
 
 
 def made_at(where: Any, tree: Any) -> Any:
@@ -170,9 +168,7 @@ def runs_eagerly() -> bool:
     return isinstance(trace, _core.EvalTrace) and not _config.disable_jit.value
 
 
-def value_now(x: Any) -> Any:
-    """The value of an array that is known now, also of one that is differentiated; None: it is not known."""
-    return _core.to_concrete_value(x)
+value_now = _core.to_concrete_value  # of an array, also of one that is differentiated; None: it is not known
 
 
 def without_folding() -> AbstractContextManager[None]:
@@ -197,14 +193,8 @@ def varying_as_needed(function: Callable[..., Any]) -> Callable[..., Any]:
     return marking
 
 
-def trace_context() -> Any:
-    """The configuration under which a function is traced (`jax_enable_x64` and the like)."""
-    return _config.trace_context()
-
-
-def trace_state() -> Any:
-    """A token that differs between traces: tells whether a tracer may be handed to an outer function.
-
-    Public only under `jax.extend.core` by accident of its exports, so it is taken from its home.
-    """
-    return _core.get_opaque_trace_state()
+# The configuration under which a function is traced (`jax_enable_x64` and the like).
+trace_context = _config.trace_context
+# A token that differs between traces: tells whether a tracer may be handed to an outer function. Public only under
+# `jax.extend.core`, by accident of its exports.
+trace_state = _core.get_opaque_trace_state
