@@ -1,14 +1,13 @@
-"""What a gradient stores and evaluates again, and which derivative it is: a file for each kind and derivative.
+"""What a gradient stores and evaluates again, and which derivative it is.
 
 May import: core, core/buffer_versions, core/ir, core/jaxpr, core/row_buffers, jax_internals, pytrees, schedule.
 """
 
 from loopax._src.core import Derivative, Kind
 from loopax._src.kinds.auto import Auto, DerivativeLike, KindLike, to_derivative, to_kind
-from loopax._src.kinds.checkpointed import Checkpointed
-from loopax._src.kinds.every_step import Bounded, Lax, Residuals
 from loopax._src.kinds.implicit import Implicit
 from loopax._src.kinds.reversible import Reversible
+from loopax._src.kinds.storing import Bounded, Checkpointed, Lax, Residuals
 from loopax._src.kinds.truncated import Truncated
 
 __all__ = [

@@ -15,9 +15,9 @@ from loopax._src.core import Derivative, Kind, LoopCall, Outcome
 from loopax._src.core.ir.loop import unchanged
 from loopax._src.core.jaxpr.util import Mask, calls_custom_vjp, merge_lists, reject, select
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
-from loopax._src.kinds.every_step import Lax
 from loopax._src.kinds.linear_solver import is_solver, solve
 from loopax._src.kinds.steps import explained, jvp
+from loopax._src.kinds.storing import Lax
 from loopax._src.pytrees.leaves import describe, same_structure, type_in_words
 from loopax._src.pytrees.static import positive_float
 

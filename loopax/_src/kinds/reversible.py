@@ -17,8 +17,8 @@ from loopax._src.core.ir.loop import Loop, Outcome, asked_as, needed_by_inverse,
 from loopax._src.core.ir.plan import LastCarry, WalkBack
 from loopax._src.core.jaxpr.util import Mask, either, merge_lists, of_selected, reject, select, split_list, trace
 from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, to_device
-from loopax._src.kinds.every_step import Bounded
 from loopax._src.kinds.steps import NumberedSteps, in_windows
+from loopax._src.kinds.storing import Bounded
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import an_int, positive_float
 

@@ -13,9 +13,8 @@ from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.core.jaxpr.util import put_rows, stacked, trace
 from loopax._src.jax_internals import api_boundary, jaxpr_as_fun, keep_bits, mapped_aval, on_device, where, zeros
-from loopax._src.kinds.checkpointed import Checkpointed
-from loopax._src.kinds.every_step import Bounded, Lax
 from loopax._src.kinds.steps import NumberedSteps, explained, in_windows, jvp, with_number, zero_tangent
+from loopax._src.kinds.storing import Bounded, Checkpointed, Lax
 from loopax._src.pytrees.static import Why, positive_int
 
 # The derivative of the last `size` steps of a loop alone, stored by `kind`.
