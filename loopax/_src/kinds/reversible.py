@@ -139,7 +139,7 @@ def _returned(loop: Loop) -> Mask:
     The condition of a loop is none to be compared.
     """
     assert loop.inverse is not None
-    same = either(unchanged(loop._replace(body=loop.inverse)), keep_rows(loop.inverse, loop.carry_range))
+    same = either(unchanged(loop._replace(body=loop.inverse, inverse=None)), keep_rows(loop.inverse, loop.carry_range))
     return (True, *same[1:]) if loop.predicated else same
 
 
