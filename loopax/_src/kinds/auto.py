@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, ClassVar, Literal
 
-from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Derivative, Kind, LoopFacts, Plan
+from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Derivative, Kind, LoopFacts, Plan
 from loopax._src.core.jaxpr.settings import settings
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.implicit import Implicit
@@ -83,14 +83,19 @@ class Auto(Kind):
             checkpointed = Checkpointed(DEFAULT_SLOTS)._within(budget, loop)
             stored = checkpointed.cost(loop).stored
             return checkpointed.plan(loop).because(f"no static bound: {stored}, of at most {budget} bytes")
-        kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed()._within(budget, loop)]
-        if loop.is_fixed and loop.step.carry_bytes and loop.bound * loop.step.residual_bytes > budget:
-            kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, loop.bound)))
-        costs = {kind: cost for kind in kinds if (cost := kind.cost(loop)) and cost.memory <= budget}
+        costs = fitting(loop, loop.bound, budget)
         best = min(costs, key=lambda kind: costs[kind].time)
         listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
         reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
+
+
+def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
+    """The kinds that fit in so many bytes, and what they cost."""
+    kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed()._within(budget, loop)]
+    if loop.is_fixed and loop.step.carry_bytes and bound * loop.step.residual_bytes > budget:
+        kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, bound)))
+    return {kind: cost for kind in kinds if (cost := kind.cost(loop)) and cost.memory <= budget}
 
 
 def _name(kind: Kind) -> str:
