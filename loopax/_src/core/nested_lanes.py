@@ -100,15 +100,7 @@ class SplitProgram(NamedTuple):
             consts, xs = split_list(jaxpr_as_fun(self.operands)(*inputs(), *at.kept), [loop.num_consts])
             return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
 
-        results = at_most_once(needed, step, [*at.carry, *map(jaxi.zeros, loop.output_avals.ys)])
-        carry, rows = loop.outputs(results)
-        counted = (needed & (at.num_steps < MOST_STEPS)).astype(jnp.int32)
-        return at._replace(
-            row=RowLoop(loop.reverse).advance(at.row, counted),
-            num_steps=at.num_steps + counted,
-            carry=list(carry),
-            ys=written(at.ys, at.row, rows, needed),
-        )
+        return after_step(loop, at, needed, needed & (at.num_steps < MOST_STEPS), step)
 
     def end(self, inputs: list[Any], at: LaneState) -> list[Any]:
         """What stands after the loop."""
@@ -195,16 +187,22 @@ def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequen
     return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind).carry[1:]
 
 
-def written(buffers: Sequence[Any], row: Any, values: Sequence[Any], needed: Any) -> list[Any]:
-    """The buffers with a row written, where that is needed."""
-    new = []
-    for buffer, value in zip(buffers, values, strict=True):
-        if (rows := buffer.shape[0]) > FEW_ROWS:
-            new.append(write(buffer, row, jaxi.where(needed, value, read(buffer, row))))
+def after_step(loop: Loop, at: Any, needed: Any, counts: Any, step: Callable[..., list[Any]]) -> Any:
+    """Where a lane is after a step of the inner or the outer loop, where it is needed; `counts`: where it is counted.
+
+    `step(*carry, *zeros) -> (*carry, *y)`, with zeros in the place of each y.
+    """
+    results = at_most_once(needed, step, [*at.carry, *map(jaxi.zeros, loop.output_avals.ys)])
+    (carry, values), ys = loop.outputs(results), []
+    for y, value in zip(at.ys, values, strict=True):
+        if (rows := y.shape[0]) > FEW_ROWS:
+            ys.append(write(y, at.row, jaxi.where(needed, value, read(y, at.row))))
         else:
-            here = (jnp.arange(rows, dtype=jnp.int32) == row) & needed
-            new.append(jaxi.where(here.reshape(-1, *(1,) * value.ndim), value, buffer))
-    return new
+            here = (jnp.arange(rows, dtype=jnp.int32) == at.row) & needed
+            ys.append(jaxi.where(here.reshape(-1, *(1,) * value.ndim), value, y))
+    counted = counts.astype(jnp.int32)
+    row = RowLoop(loop.reverse).advance(at.row, counted)
+    return at._replace(row=row, num_steps=at.num_steps + counted, carry=list(carry), ys=ys)
 
 
 class NestedState(NamedTuple):
@@ -252,40 +250,27 @@ class Machine(NamedTuple):
         at = self.inner.begin(begins, inputs, state.inner)
         at = self.inner.step(inside & self.inner.goes_on(at), inputs, at)
         ends = inside & ~self.inner.goes_on(at)
-        values = [*state.carry, *map(jaxi.zeros, self.loop.output_avals.ys)]
-        outputs = at_most_once(ends, lambda *_: self.inner.end(inputs(), at), values)
-        carry, rows = map(list, self.loop.outputs(outputs))
-        counted = ends.astype(jnp.int32)
-        row = RowLoop(self.loop.reverse).advance(state.row, counted)
-        ys = written(state.ys, state.row, rows, ends)
-        return NestedState(self.goes_on(row, carry), inside & ~ends, row, state.num_steps + counted, carry, ys, at)
+        after = after_step(self.loop, state, ends, ends, lambda *_: self.inner.end(inputs(), at))
+        return after._replace(goes_on=self.goes_on(after.row, after.carry), inside=inside & ~ends, inner=at)
 
 
 @weakly_cached
-def _as_one(loop: Loop) -> tuple[Loop, Any]:
-    """The single loop of states, its consts being low, high, *consts, *xs; and the structure of a state."""
+def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
+    """The single loop of states of these types, its consts being low, high, *consts, *xs."""
     inner = split_at_loop(loop.body, *_ONE_INNER_LOOP)
-    consts, carry, rows = loop.input_avals
+    consts, _, rows = loop.input_avals
     operands = [INDEX, INDEX, *consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
-    structure: list[Any] = []
-
-    def start(low: Any, high: Any, *carry: Any) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(Machine(loop, inner, low, high, [], []).start(carry))
-        structure.append(treedef)
-        return leaves
 
     def step(_: Any, *values: Any) -> list[Any]:
         leaves, (low, high), own_consts, xs = split_list(values, [len(state), 2, len(consts)])
-        now = Machine(loop, inner, low, high, own_consts, xs).step(structure[0].unflatten(leaves))
-        return jax.tree.leaves(now)
+        return jax.tree.leaves(Machine(loop, inner, low, high, own_consts, xs).step(treedef.unflatten(leaves)))
 
-    state = trace(start, [INDEX, INDEX, *carry]).out_avals
     body = settled(step, INDEX, state, operands)
     # Before: [row, *state, *operands] -> After: [row, *operands, *state]
     row, *inputs = body.invars
     inner_bound = inner.loop.bound
     most = None if loop.bound is None or inner_bound is None else loop.bound * max(inner_bound, 1)
-    single = Loop(
+    return Loop(
         jaxi.replace_jaxpr(body, [row, *inputs[len(state) :], *inputs[: len(state)]], body.outvars),
         num_consts=len(operands),
         num_carry=len(state),
@@ -297,7 +282,6 @@ def _as_one(loop: Loop) -> tuple[Loop, Any]:
         reporting=loop.reporting,
         debug_info=loop.debug_info,
     )
-    return single, structure[0]
 
 
 def run_free(
@@ -309,15 +293,16 @@ def run_free(
     inner = split_at_loop(loop.body, *_ONE_INNER_LOOP)
     if loop.bound == 0:
         return run(loop, low, high, consts, carry, xs)
-    single, structure = _as_one(loop)
+    carry = list(map(jaxi.vary_like, carry, loop.input_avals.carry))
+    start, treedef = jax.tree.flatten(Machine(loop, inner, low, high, consts, xs).start(carry))
+    single = _as_one(loop, tuple(map(jax.typeof, start)), treedef)
     if single.bound is None and loop.kind.needs_bound:
         raise ValueError(
             "lanes='free' makes one loop of two, and this kind needs a static bound on its steps, which are those of "
             "both. Give `max_steps=` to both loops, or choose `Checkpointed()`, which needs none."
         )
-    start = jax.tree.leaves(Machine(loop, inner, low, high, consts, xs).start(carry))
     start = list(map(jaxi.vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
     out = run(single, jnp.int32(0), end, [low, high, *consts, *xs], start, [])
-    last: NestedState = structure.unflatten(out.carry)
+    last: NestedState = treedef.unflatten(out.carry)
     return Outcome(last.num_steps, last.carry, last.ys, [], [])
