@@ -9,7 +9,7 @@ from jax import lax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import mixes_lanes
-from loopax._src.core.jaxpr.evaluate import Interpreter, evaluated_by, jvp_expanded, rule_of
+from loopax._src.core.jaxpr.evaluate import evaluated_by, jvp_expanded, rule_of
 from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_jaxprs, trace, weakly_cached
 from loopax._src.core.masking import fill_inactive
 from loopax._src.core.row_buffers import VERSION, operands_where
@@ -148,9 +148,14 @@ def _guarded_control_flow(eqn: Any, active: Any, operands: list[Any]) -> Sequenc
     if jaxi.is_cond(eqn):
         index, *rest = operands
         return lax.switch(index, list(map(guarded, jaxi.branches(eqn))), active, *rest)
-    if jaxi.is_scan(eqn):
-        loop = jaxi.Scan.of(eqn)
-        consts, init, xs = loop.groups(operands)
+    if loop := jaxi.lax_loop(eqn):
+        cond_consts, consts, init, xs = loop.groups(operands)
+        if loop.cond is not None:
+            # Before: [*cond consts, *consts, *carry]. After: [active, *cond consts, active, *consts, *carry]
+            cond, body = _with_flag(loop.cond, 0), _with_flag(loop.body, 0)
+            sizes = {"num_cond_consts": loop.num_cond_consts + 1, "num_consts": loop.num_consts + 1}
+            loop = loop._replace(cond=cond, body=body, **sizes)
+            return jaxi.bind_while(eqn, loop, [active, *cond_consts, active, *consts, *init])
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = guarded(loop.body)(active, *consts, *carry, *x)
@@ -158,21 +163,12 @@ def _guarded_control_flow(eqn: Any, active: Any, operands: list[Any]) -> Sequenc
 
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
         return [*carry, *ys]
-    if jaxi.is_while(eqn):
-        loop = jaxi.While.of(eqn)
-        cond_consts, consts, carry = loop.groups(operands)
-        # Before: [*cond consts, *consts, *carry]. After: [active, *cond consts, active, *consts, *carry]
-        cond, body = _with_flag(loop.cond, 0), _with_flag(loop.body, 0)
-        loop = loop._replace(
-            cond=cond, body=body, num_cond_consts=loop.num_cond_consts + 1, num_consts=loop.num_consts + 1
-        )
-        return jaxi.bind_while(eqn, loop, [active, *cond_consts, active, *consts, *carry])
     if jaxi.is_custom(eqn):
-        return evaluated_by(Interpreter(guarded, guarded, num_flags=1), eqn)(active, *operands)
+        return evaluated_by(guarded, guarded, 1, eqn)(active, *operands)
     if jaxi.is_linear_solve(eqn):
         return jaxi.bind_linear_solve(eqn, lambda program: _with_flag(program, 0), [active], operands)
-    if (call := jaxi.open_call(eqn)) is not None:
-        return call.bind(guarded(call.program), [active, *operands])
+    if (results := jaxi.bind_open_call(eqn, guarded, [active, *operands])) is not None:
+        return results
     program = jaxi.inlinable(eqn)
     return program and guarded(program)(active, *operands)
 

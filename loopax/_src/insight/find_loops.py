@@ -113,7 +113,7 @@ def found_at(eqn: Any, values: list[Value]) -> FoundLoop | None:
             waiting = lanes if is_one_batch(loop, lanes) else 1
     elif (of_jax := None if batch else jaxi.lax_loop(eqn)) is not None:  # a batch of reverse sweeps has none
         library, loop, invars, results, waiting = "lax", _loop_of_jax(of_jax), eqn.invars, eqn.outvars, 1
-        if isinstance(of_jax, jaxi.While):  # what the condition reads stands in front, and is of no interest here
+        if of_jax.cond is not None:  # what the condition reads stands in front, and is of no interest here
             invars, waiting = invars[of_jax.num_cond_consts :], prod(of_jax.cond.out_avals[0].shape)
     else:
         return None
@@ -144,9 +144,9 @@ def source_of(eqn: Any) -> str:
     return str(next(of_user(jaxi.user_lines(eqn)), ""))
 
 
-def _loop_of_jax(found: jaxi.Scan | jaxi.While) -> Loop:
+def _loop_of_jax(found: jaxi.LaxLoop) -> Loop:
     """A loop of JAX as one of the core."""
-    is_scan = isinstance(found, jaxi.Scan)
+    is_scan = found.cond is None
     consts, carry, xs = split_list(jaxi.argument_names(found.body), [found.num_consts, found.num_carry])
     names = Names(tuple(consts), tuple(carry), tuple(xs) if is_scan else (), ())
     body = jaxpr_as_fun(found.body)

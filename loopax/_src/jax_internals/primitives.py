@@ -5,7 +5,6 @@ Names and parameters are not part of JAX's public API, and change. The rest of l
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,15 +28,13 @@ is_kernel = one_of("pallas_call")  # what is in it is compiled by another compil
 stops_gradient = one_of("stop_gradient")
 is_axis_index = one_of("axis_index")
 
-# Calls: one program, evaluated once on all operands. Several names are those of other versions of JAX.
+# Calls: one program, evaluated once on all operands.
 #
 # With JAX's flags `jax_remat3`, `jax_custom_jvp3` and `jax_custom_vjp3`, `jax.checkpoint` and a function with
 # derivatives of its own are equations of one primitive for all, which holds an object; and the object holds the
 # program, and the rules. From JAX 0.12 on, so is `lax.custom_root`, without a flag. Classes and fields are not public.
 
-_is_plain_call = one_of("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat", "remat2")
-_is_custom_vjp_call = one_of("custom_vjp_call", "custom_vjp_call_jaxpr")
-_is_custom_call = one_of("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_is_plain_call = one_of("jit", "closed_call", "eval_jaxpr", "remat2")
 
 
 def function_object(eqn: Any) -> Any:
@@ -50,20 +47,17 @@ def function_object(eqn: Any) -> Any:
 
 def is_custom_vjp(eqn: Any) -> bool:
     """Whether an equation calls a `jax.custom_vjp`."""
-    return _is_custom_vjp_call(eqn) or type(function_object(eqn)).__name__ == "CustomVJPTraced"
+    return eqn.primitive.name == "custom_vjp_call" or type(function_object(eqn)).__name__ == "CustomVJPTraced"
 
 
 def is_custom(eqn: Any) -> bool:
     """Whether an equation calls a function with derivatives of its own."""
-    return _is_custom_call(eqn) or type(function_object(eqn)).__name__ in (
-        "CustomJVPTraced",
-        "CustomVJPTraced",
-        "CustomRoot",
-    )
+    is_object = type(function_object(eqn)).__name__ in ("CustomJVPTraced", "CustomRoot")
+    return is_custom_vjp(eqn) or is_object or eqn.primitive.name == "custom_jvp_call"
 
 
 def _is_checkpoint(eqn: Any) -> bool:
-    return eqn.primitive.name in ("checkpoint", "remat2") or type(function_object(eqn)).__name__ == "RematTraced"
+    return eqn.primitive.name == "remat2" or type(function_object(eqn)).__name__ == "RematTraced"
 
 
 def told_what_is_perturbed(eqn: Any) -> bool:
@@ -126,10 +120,10 @@ def called(eqn: Any) -> ClosedJaxpr | None:
 
     A function with derivatives of its own is a call: its values are those of its program.
     """
-    if _is_plain_call(eqn) or _is_custom_call(eqn):
-        names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-        return held_program(next(eqn.params[name] for name in names if name in eqn.params))
     function = function_object(eqn)
+    if function is None:
+        is_call = _is_plain_call(eqn) or is_custom(eqn)
+        return held_program(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]) if is_call else None
     program = held_program(function)
     if program is None or len(program.in_avals) == len(eqn.invars):
         return program
@@ -149,110 +143,79 @@ def inlinable(eqn: Any) -> ClosedJaxpr | None:
     return called(eqn) if _is_plain_call(eqn) or _is_checkpoint(eqn) else None
 
 
-class OpenCall(NamedTuple):
-    """An equation whose program is an open jaxpr, which cannot hold constants: it is bound anew to change it."""
+def bind_open_call(
+    eqn: Any, function: Callable[[ClosedJaxpr], Callable[..., Sequence[Any]]], operands: Sequence[Any]
+) -> Sequence[Any] | None:
+    """A `shard_map` or a `jax.checkpoint` with `function` of its program; None if the equation is neither.
 
-    program: ClosedJaxpr
-    bind: Callable[[Callable[..., Sequence[Any]], Sequence[Any]], Sequence[Any]]  # (function, operands) -> results
-
-
-def open_call(eqn: Any) -> OpenCall | None:
-    """The `shard_map` or `jax.checkpoint` that an equation is."""
-    is_shard_map = eqn.primitive.name == "shard_map"
-    program = held_program(eqn.params["jaxpr"]) if is_shard_map else called(eqn) if _is_checkpoint(eqn) else None
-    return program and OpenCall(program, partial(_bind_shard_map if is_shard_map else _bind_checkpoint, eqn))
-
-
-def _bind_shard_map(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
-    """A `shard_map` as in this equation, of another function. The name of its axes changed before 0.10.
-
-    The function may take more operands, in front of the others, which devices share.
+    Its program is an open jaxpr, which cannot hold constants, so it is bound anew. In a `shard_map` the function may
+    take more operands, in front of the others, which devices share.
     """
-    params = eqn.params
-    return jax.shard_map(
-        lambda *xs: tuple(function(*xs)),
-        mesh=params["mesh"],
-        in_specs=(*(PartitionSpec() for _ in operands[len(params["in_specs"]) :]), *params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
-        check_vma=params["check_vma"],
-    )(*operands)
-
-
-def _bind_checkpoint(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
-    """A `jax.checkpoint` as in this equation, of another function; the primitive's parameters are private."""
+    if eqn.primitive.name == "shard_map":
+        params, program = eqn.params, held_program(eqn.params["jaxpr"])
+        assert program is not None
+        of_devices = function(program)
+        return jax.shard_map(
+            lambda *xs: tuple(of_devices(*xs)),
+            mesh=params["mesh"],
+            in_specs=(*(PartitionSpec() for _ in operands[len(params["in_specs"]) :]), *params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            # The name of the axes changed between JAX 0.10.0 and 0.10.2.
+            axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
+            check_vma=params["check_vma"],
+        )(*operands)
+    program = called(eqn) if _is_checkpoint(eqn) else None
+    if program is None:
+        return None
     params = eqn.params if function_object(eqn) is None else function_object(eqn).params
-    return jax.checkpoint(function, prevent_cse=params.get("prevent_cse", True), policy=params["policy"])(*operands)
+    policy, prevents = params["policy"], params.get("prevent_cse", True)
+    return jax.checkpoint(function(program), prevent_cse=prevents, policy=policy)(*operands)
 
 
 # ---- control flow
 
 
-class Scan(NamedTuple):
-    """A `lax.scan`. Operands are consts, carry and xs."""
+class LaxLoop(NamedTuple):
+    """A `lax.scan` or a `lax.while_loop`. Operands are constants of the condition, consts, carry and xs."""
 
     body: ClosedJaxpr  # (*consts, *carry, *x) -> (*carry, *y)
     num_consts: int
     num_carry: int
-    length: int
-    reverse: bool
-    unroll: int
-
-    @classmethod
-    def of(cls, eqn: Any) -> "Scan":
-        """What an equation says; JAX 0.12 keeps the numbers of operands in trees of its own."""
-        params = eqn.params
-        if "num_carry" in params:
-            sizes = params["num_consts"], params["num_carry"]
-        else:
-            consts, carry, _ = params["ft_in"].unpack()
-            sizes = len(consts), len(carry)
-        return cls(params["jaxpr"], *sizes, params["length"], params["reverse"], params["unroll"])
-
-    @property
-    def carry_range(self) -> range:
-        """Where the carry is among the inputs of the body, and among the operands."""
-        return range(self.num_consts, self.num_consts + self.num_carry)
-
-    def groups(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Consts, carry and xs among the operands."""
-        carry = self.carry_range
-        return operands[: carry.start], operands[carry.start : carry.stop], operands[carry.stop :]
-
-
-class While(NamedTuple):
-    """A `lax.while_loop`. Operands are constants of the condition, those of the body, and the carry."""
-
-    cond: ClosedJaxpr  # (*cond consts, *carry) -> bool, or one for each lane of a batch
-    body: ClosedJaxpr  # (*consts, *carry) -> carry
-    num_cond_consts: int
-    num_consts: int
-    num_carry: int
-
-    @classmethod
-    def of(cls, eqn: Any) -> "While":
-        """What an equation says."""
-        params = eqn.params
-        sizes = params["cond_nconsts"], params["body_nconsts"], len(eqn.outvars)
-        return cls(params["cond_jaxpr"], params["body_jaxpr"], *sizes)
+    length: int = 0  # this and the next two of a scan
+    reverse: bool = False
+    unroll: int = 1
+    cond: Any = None  # the jaxpr (*cond consts, *carry) -> bool, or one for each lane of a batch; None: it is a scan
+    num_cond_consts: int = 0
 
     @property
     def carry_range(self) -> range:
         """Where the carry is among the inputs of the body."""
         return range(self.num_consts, self.num_consts + self.num_carry)
 
-    def groups(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Constants of the condition, those of the body, and the carry among the operands."""
-        first, carry = self.num_cond_consts, self.num_cond_consts + self.num_consts
-        return operands[:first], operands[first:carry], operands[carry:]
+    def groups(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """Constants of the condition, consts, carry and xs among the operands."""
+        first = self.num_cond_consts
+        carry, xs = first + self.num_consts, first + self.num_consts + self.num_carry
+        return operands[:first], operands[first:carry], operands[carry:xs], operands[xs:]
 
 
-def lax_loop(eqn: Any) -> Scan | While | None:
-    """The loop of `jax.lax` that an equation is."""
-    return Scan.of(eqn) if is_scan(eqn) else While.of(eqn) if is_while(eqn) else None
+def lax_loop(eqn: Any) -> LaxLoop | None:
+    """The loop of `jax.lax` that an equation is; JAX 0.12 keeps a scan's numbers of operands in trees of its own."""
+    params = eqn.params
+    if is_while(eqn):
+        sizes, cond = (params["body_nconsts"], len(eqn.outvars)), params["cond_jaxpr"]
+        return LaxLoop(params["body_jaxpr"], *sizes, cond=cond, num_cond_consts=params["cond_nconsts"])
+    if not is_scan(eqn):
+        return None
+    if "num_carry" in params:
+        sizes = params["num_consts"], params["num_carry"]
+    else:
+        consts, carry, _ = params["ft_in"].unpack()
+        sizes = len(consts), len(carry)
+    return LaxLoop(params["jaxpr"], *sizes, params["length"], params["reverse"], params["unroll"])
 
 
-def bind_while(eqn: Any, loop: While, operands: Sequence[Any]) -> Sequence[Any]:
+def bind_while(eqn: Any, loop: LaxLoop, operands: Sequence[Any]) -> Sequence[Any]:
     """The `while_loop` of an equation with other programs, or other numbers of constants."""
     programs = {"cond_jaxpr": loop.cond, "body_jaxpr": loop.body}
     numbers = {"cond_nconsts": loop.num_cond_consts, "body_nconsts": loop.num_consts}
@@ -267,12 +230,6 @@ def branches(eqn: Any) -> tuple[ClosedJaxpr, ...]:
 def chooses_platform(eqn: Any) -> bool:
     """Whether it is the `lax.cond` of a `lax.platform_dependent`: compilation chooses, and others may not compile."""
     return eqn.params.get("branches_platforms") is not None
-
-
-def with_branches(eqn: Any, programs: Sequence[ClosedJaxpr]) -> Any:
-    """A `lax.cond` or `lax.switch` with other programs, and their effects."""
-    effects = set().union(*(program.effects for program in programs))
-    return eqn.replace(params={**eqn.params, "branches": tuple(programs)}, effects=effects)
 
 
 is_linear_solve = one_of("custom_linear_solve")
@@ -333,13 +290,9 @@ def meaningful_params(eqn: Any) -> dict[str, Any]:
     return {name: value for name, value in eqn.params.items() if name not in _WITHOUT_MEANING}
 
 
-def contracted_size(eqn: Any) -> int:
-    """How many products a `dot_general` adds up for each of its results."""
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-
-
-def convolved_size(eqn: Any) -> int:
-    """How many products a convolution adds up for each of its results."""
-    kernel = eqn.invars[1].aval.shape
-    return prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+def products_per_result(eqn: Any) -> int:
+    """How many products a `dot_general` or a convolution adds up for each of its results."""
+    numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
+    if eqn.primitive.name == "dot_general":
+        return prod(eqn.invars[0].aval.shape[axis] for axis in numbers[0][0])
+    return prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)

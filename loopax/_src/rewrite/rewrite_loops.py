@@ -60,12 +60,11 @@ class Exchange:
             if len(functions) == 2:  # the first branch of a `lax.cond` is the one for False
                 return cond(index, *functions[::-1], *operands, lanes=self.lanes)
             return switch(index, functions, *operands, lanes=self.lanes)
-        if self._exchanges(eqn):
+        if self._exchanges(eqn) and (loop := jaxi.lax_loop(eqn)):
             options = {"kind": self.kind if isinstance(self.kind, Kind) else self.kind(eqn), "lanes": self.lanes}
-            if jaxi.is_while(eqn):
-                return self._while(jaxi.While.of(eqn), operands, options)
-            loop = jaxi.Scan.of(eqn)
-            consts, init, xs = loop.groups(operands)
+            if loop.cond is not None:
+                return self._while(loop, operands, options)
+            _, consts, init, xs = loop.groups(operands)
 
             def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
                 carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
@@ -75,14 +74,15 @@ class Exchange:
             return [*carry, *ys]
         if not self._concerns_inside(eqn):
             return bind_again(eqn, operands)
-        if call := jaxi.open_call(eqn):
-            return call.bind(lambda *xs: self.evaluate(call.program, xs), operands)
+        as_function = lambda program: lambda *xs: self.evaluate(program, xs)  # noqa: E731
+        if (results := jaxi.bind_open_call(eqn, as_function, operands)) is not None:
+            return results
         # Programs are traced again with their loops exchanged.
-        exchanged = lambda closed: jax.make_jaxpr(lambda *xs: self.evaluate(closed, xs))(*closed.in_avals)  # noqa: E731
+        exchanged = lambda closed: jax.make_jaxpr(as_function(closed))(*closed.in_avals)  # noqa: E731
         return bind_again(map_programs(eqn, exchanged), operands)
 
-    def _while(self, loop: jaxi.While, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
-        cond_consts, body_consts, init = loop.groups(operands)
+    def _while(self, loop: jaxi.LaxLoop, operands: list[Any], options: dict[str, Any]) -> Sequence[Any]:
+        cond_consts, body_consts, init, _ = loop.groups(operands)
 
         def step(carry: Sequence[Any]) -> list[Any]:
             return self.evaluate(loop.body, [*body_consts, *carry])
@@ -137,7 +137,7 @@ class Exchange:
         return run
 
 
-def _counter(loop: jaxi.While) -> tuple[int, int] | None:
+def _counter(loop: jaxi.LaxLoop) -> tuple[int, int] | None:
     """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
 
     JAX makes a `while_loop` of it whose condition is `index < upper`. Known as what it is, its number of steps is

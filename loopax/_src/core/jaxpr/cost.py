@@ -79,8 +79,8 @@ def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float]) -> float:
             total += of_operation(eqn)
         elif jaxi.is_cond(eqn):
             total += max(inner)
-        elif jaxi.is_scan(eqn):
-            total += jaxi.Scan.of(eqn).length * sum(inner)
+        elif jaxi.is_scan(eqn) and (scan := jaxi.lax_loop(eqn)):
+            total += scan.length * sum(inner)
         else:
             # How often a loop runs its body; once for a call, which is no loop.
             limit, is_loose = step_limits[eqn.primitive](eqn) if eqn.primitive in step_limits else (1, False)
@@ -98,10 +98,9 @@ def _operation(eqn: Any) -> float:
     """The cost of an operation that holds no program."""
     results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
     size = sum(prod(v.aval.shape) for v in results)
-    if jaxi.is_product(eqn):
-        return costs().product * 2 * size * jaxi.contracted_size(eqn)
-    if jaxi.is_convolution(eqn):
-        return costs().convolution * 2 * size * jaxi.convolved_size(eqn)
+    if jaxi.is_product(eqn) or jaxi.is_convolution(eqn):
+        product = costs().product if jaxi.is_product(eqn) else costs().convolution
+        return product * 2 * size * jaxi.products_per_result(eqn)
     if jaxi.is_free(eqn):
         return 0.0
     if jaxi.is_slow_function(eqn):

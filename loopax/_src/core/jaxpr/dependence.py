@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import silent_equation
-from loopax._src.core.jaxpr.util import Mask, either, inner_jaxprs, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, equations_in, inner_jaxprs, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
 
 # For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
@@ -23,17 +23,27 @@ dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
 @weakly_cached
 def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
     """For each output, the set of inputs on which it depends; bit i stands for input i."""
-    known = {variable: 1 << i for i, variable in enumerate(closed.invars)}
 
-    def read(atom: Any) -> int:
-        return 0 if isinstance(atom, Literal) else known.get(atom, 0)
+    def results(eqn: Any, inputs: list[int]) -> list[int]:
+        return [union(inputs, needed) for needed in of_equation(eqn)]
+
+    return tuple(propagated(closed, [1 << i for i in range(len(closed.invars))], 0, results))
+
+
+def propagated(
+    closed: ClosedJaxpr, inputs: Sequence[Any], none: Any, results: Callable[..., Sequence[Any]]
+) -> list[Any]:
+    """A property of the outputs, from that of the inputs; constants have `none`, and what is computed of them alone."""
+    found = dict(zip(closed.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return none if isinstance(atom, Literal) else found.get(atom, none)
 
     for eqn in closed.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        if any(inputs):
-            for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
-                known[variable] = union(inputs, needed)
-    return tuple(read(atom) for atom in closed.outvars)
+        given = list(map(read, eqn.invars))
+        if any(x != none for x in given):
+            found.update(zip(eqn.outvars, results(eqn, given), strict=True))
+    return list(map(read, closed.outvars))
 
 
 def of_equation(eqn: Any) -> list[int]:
@@ -45,19 +55,14 @@ def of_equation(eqn: Any) -> list[int]:
         return dependence_rules[eqn.primitive](eqn)
     if program := jaxi.inlinable(eqn):
         return list(dependence(program))
-    if jaxi.is_while(eqn):
-        loop = jaxi.While.of(eqn)
-        inputs = [1 << i for i in range(len(eqn.invars))]
-        cond_consts, operands = inputs[: loop.num_cond_consts], inputs[loop.num_cond_consts :]
-        carry = close_over_carry(dependence(loop.body), loop.carry_range, operands)
-        goes_on = union([*cond_consts, *carry], dependence(loop.cond)[0])
-        return [bits | goes_on for bits in carry]
-    if jaxi.is_scan(eqn):
-        # JAX's rule would ask the primitives in it, once for each result.
-        loop, inputs = jaxi.Scan.of(eqn), [1 << i for i in range(len(eqn.invars))]
+    if loop := jaxi.lax_loop(eqn):  # JAX's rule would ask the primitives in it, once for each result
+        operands = [1 << i for i in range(len(eqn.invars))]
+        cond_consts, inputs = operands[: loop.num_cond_consts], operands[loop.num_cond_consts :]
         body, carry = dependence(loop.body), loop.carry_range
-        inputs[carry.start : carry.stop] = close_over_carry(body[: loop.num_carry], carry, inputs)
-        return [*inputs[carry.start : carry.stop], *(union(inputs, needed) for needed in body[loop.num_carry :])]
+        ends = close_over_carry(body[: loop.num_carry], carry, inputs)
+        inputs[carry.start : carry.stop] = ends
+        goes_on = union([*cond_consts, *ends], dependence(loop.cond)[0]) if loop.cond else 0
+        return [bits | goes_on for bits in (*ends, *(union(inputs, needed) for needed in body[loop.num_carry :]))]
     if jaxi.is_cond(eqn):
         return [1 | reduce(or_, needed) << 1 for needed in zip(*map(dependence, jaxi.branches(eqn)), strict=True)]
     if jaxi.happens(eqn.effects):  # no output depends on what they get
@@ -109,15 +114,13 @@ def dependence_fixpoint(
     point, in which a leaf that once had the property keeps it. `allowed` limits it to some outputs. It also flows
     through the `inverse`, a body with the same inputs that returns a carry.
     """
-    needed, back = dependence(closed), () if inverse is None else dependence(inverse)
-    marked, may = to_bits(inputs), [True] * len(needed) if allowed is None else allowed
-    while True:
-        outputs = [bool(bits & marked) and ok for bits, ok in zip(needed, may, strict=True)]
-        before = [bool(bits & marked) and ok for bits, ok in zip(back[: len(carry)], may, strict=False)]
-        grown = marked | (to_bits(outputs[: len(carry)]) | to_bits(before)) << carry.start
-        if grown == marked:
-            return (*(bool(marked >> i & 1) for i in carry), *outputs[len(carry) :])
-        marked = grown
+    may = [True] * len(closed.outvars) if allowed is None else allowed
+    needed = [bits if ok else 0 for bits, ok in zip(dependence(closed), may, strict=True)]
+    back = dependence(inverse) if inverse else [0] * len(carry)
+    steps = [bits | before if ok else 0 for bits, before, ok in zip(needed, back, may, strict=False)]
+    ends = close_over_carry(steps, carry, list(map(int, inputs)))
+    marked = to_bits([*inputs[: carry.start], *map(bool, ends), *inputs[carry.stop :]])
+    return (*map(bool, ends), *(bool(bits & marked) for bits in needed[len(carry) :]))
 
 
 def needed_inputs(
@@ -154,16 +157,7 @@ class MayMixLanesError(Exception):
 
 def _follow(program: ClosedJaxpr, inputs: Axes) -> list[int | None]:
     """The axis of lanes of each result."""
-    axes: dict[Any, int | None] = dict(zip(program.invars, inputs, strict=True))
-
-    def read(atom: Any) -> int | None:
-        return None if isinstance(atom, Literal) else axes.get(atom)
-
-    for eqn in program.eqns:
-        given = [read(atom) for atom in eqn.invars]
-        found = _axes_of_results(eqn, given) if any(axis is not None for axis in given) else [None] * len(eqn.outvars)
-        axes.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in program.outvars]
+    return propagated(program, inputs, None, _axes_of_results)
 
 
 def _axes_of_results(eqn: Any, given: Axes) -> Axes:
@@ -175,19 +169,8 @@ def _axes_of_results(eqn: Any, given: Axes) -> Axes:
         if any(other != found for other in others):
             raise MayMixLanesError
         return found
-    if jaxi.is_scan(eqn):
-        loop = jaxi.Scan.of(eqn)
-        consts, carry, xs = loop.groups(given)
-        if not carry and all(axis is None for axis in consts) and all(axis in (0, None) for axis in xs):
-            return [0] * len(eqn.outvars)  # a map over lanes, one after another
-        if 0 in xs:
-            raise MayMixLanesError
-        carry, ys = _carried(loop.body, consts, carry, [None if axis is None else axis - 1 for axis in xs])
-        return [*carry, *(None if axis is None else axis + 1 for axis in ys)]
-    if jaxi.is_while(eqn):
-        loop = jaxi.While.of(eqn)
-        _, consts, carry = loop.groups(given)
-        return _carried(loop.body, consts, carry, [])[0]
+    if loop := jaxi.lax_loop(eqn):
+        return _axes_of_loop(loop, given)
     if not eqn.outvars:  # an effect, of which no lane sees anything
         return []
     axis = None if eqn.effects or jaxi.draws_for_all_lanes(eqn) else jaxi.axis_after(eqn, given)
@@ -196,17 +179,23 @@ def _axes_of_results(eqn: Any, given: Axes) -> Axes:
     return [axis] * len(eqn.outvars)
 
 
-def _carried(body: ClosedJaxpr, consts: Axes, carry: Axes, x: Axes) -> tuple[Axes, Axes]:
-    """The axes of carry and rows at the fixed point: a leaf that all lanes share may come to differ."""
-    while True:
-        found = _follow(body, [*consts, *carry, *x])
-        out, ys = found[: len(carry)], found[len(carry) :]
-        grown = [new if old is None else old for old, new in zip(carry, out, strict=True)]
+def _axes_of_loop(loop: jaxi.LaxLoop, given: Axes) -> Axes:
+    """The same of a loop of JAX."""
+    _, consts, carry, xs = loop.groups(given)
+    if not carry and all(axis is None for axis in consts) and all(axis in (0, None) for axis in xs):
+        return [0] * len(loop.body.out_avals)  # a map over lanes, one after another
+    if 0 in xs:
+        raise MayMixLanesError
+    x = [None if axis is None else axis - 1 for axis in xs]
+    while True:  # to the fixed point: a leaf that all lanes share may come to differ
+        found = _follow(loop.body, [*consts, *carry, *x])
+        grown = [new if old is None else old for old, new in zip(carry, found, strict=False)]
         if grown == list(carry):
-            if out != grown:
-                raise MayMixLanesError
-            return out, ys
+            break
         carry = grown
+    if found[: len(carry)] != grown:
+        raise MayMixLanesError
+    return [*carry, *(None if axis is None else axis + 1 for axis in found[len(carry) :])]
 
 
 # What a lane of a batch computes from the operands of other lanes: random bits of some PRNGs, rules of `custom_vmap`.
@@ -223,12 +212,7 @@ mixed_operands: dict[Primitive, Callable[[Any], Sequence[bool]]] = {}
 @weakly_cached
 def mixing_primitive(closed: ClosedJaxpr) -> str | None:
     """The name of a primitive in a program, or in programs inside, that mixes lanes; None if none does."""
-    for eqn in closed.eqns:
-        if mixes_lanes(eqn):
-            return eqn.primitive.name
-        if name := next(filter(None, map(mixing_primitive, inner_jaxprs(eqn))), None):
-            return name
-    return None
+    return next((eqn.primitive.name for eqn in equations_in(closed) if mixes_lanes(eqn)), None)
 
 
 def mixes_lanes(eqn: Any) -> bool:
@@ -266,12 +250,11 @@ def _mixed_operands(eqn: Any) -> Sequence[bool]:
         return mixed_operands[eqn.primitive](eqn)
     if not any(map(mixing_primitive, inner_jaxprs(eqn))):
         return [False] * len(eqn.invars)
-    if jaxi.is_scan(eqn):
-        return mixed_inputs_of_steps(jaxi.Scan.of(eqn).body, jaxi.Scan.of(eqn).carry_range)
-    if jaxi.is_while(eqn):
-        loop = jaxi.While.of(eqn)
-        mixed, (bits,) = mixed_inputs(loop.cond), dependence(loop.cond)
-        deciding, num = [bool(bits >> i & 1) for i in range(len(mixed))], loop.num_cond_consts
+    if loop := jaxi.lax_loop(eqn):
+        num, mixed, bits = loop.num_cond_consts, (), 0
+        if loop.cond:
+            mixed, (bits,) = mixed_inputs(loop.cond), dependence(loop.cond)
+        deciding = [bool(bits >> i & 1) for i in range(len(mixed))]
         body = mixed_inputs_of_steps(loop.body, loop.carry_range, mixed[num:], deciding[num:])
         # Where the carry is mixed, so is what decides how many steps a lane takes.
         is_carry_mixed = any(body[i] for i in loop.carry_range)

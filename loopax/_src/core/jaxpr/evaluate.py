@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,49 +17,45 @@ from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 Function = Callable[..., Any]
 
 
-class Interpreter(NamedTuple):
-    """How a function and its rules are evaluated: each a program -> f(*flags, *inputs)."""
-
-    forward: Callable[[ClosedJaxpr], Function]
-    back: Callable[[ClosedJaxpr], Function]  # what a `jax.custom_vjp` does with cotangents
-    num_flags: int
+Evaluate = Callable[[ClosedJaxpr], Function]  # from a program to f(*flags, *inputs), which evaluates it in some way
 
 
-def evaluated_by(interpreter: Interpreter, eqn: Any) -> Function:
-    """The function that an equation calls as f(*flags, *operands), whose values and rules are those of an interpreter.
+def evaluated_by(forward: Evaluate, back: Evaluate, num_flags: int, eqn: Any) -> Function:
+    """The function that an equation calls as f(*flags, *operands), evaluated in another way, as its rules are.
 
-    It keeps its derivatives: its rules are traced as programs where JAX asks for them.
+    It keeps its derivatives: its rules are traced as programs where JAX asks for them. `back` evaluates what a
+    `jax.custom_vjp` does with cotangents, `forward` all else.
     """
-    program, first = jaxi.called(eqn), interpreter.num_flags
+    program, first = jaxi.called(eqn), num_flags
     assert program is not None
-    evaluate = interpreter.forward(program)
+    evaluate = forward(program)
     if jaxi.is_custom_vjp(eqn):
         is_told, function = jaxi.told_what_is_perturbed(eqn), jax.custom_vjp(lambda *xs: tuple(evaluate(*xs)))
 
-        def forward(*operands: Any) -> Any:
+        def with_pull(*operands: Any) -> Any:
             flags, xs = ([x.value if is_told else x for x in group] for group in (operands[:first], operands[first:]))
             avals = enumerate(v.aval for v in eqn.invars)
             perturbed = [
                 i for i, aval in avals if (operands[first + i].perturbed if is_told else jaxi.has_tangents(aval))
             ]
-            out, pull = _traced_by(interpreter.forward, partial(_forward, eqn, perturbed), flags, xs)
+            out, pull = _traced_by(forward, partial(_forward, eqn, perturbed), flags, xs)
             return tuple(out), (flags, pull)
 
-        def back(residuals: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
+        def pull_back(residuals: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
             flags, pull = residuals
             given = {i: ct for i, (ct, v) in enumerate(zip(cts, eqn.outvars, strict=True)) if jaxi.has_tangents(v.aval)}
             given = {i: jaxi.zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for i, ct in given.items()}
-            found = _traced_by(interpreter.back, partial(_pull_back, eqn), flags, pull, given)
+            found = _traced_by(back, lambda pull, cts: pull(_with_float0(eqn, cts))[0], flags, pull, given)
             return *(None for _ in flags), *(found.get(i) for i in range(len(eqn.invars)))
 
-        function.defvjp(forward, back, symbolic_zeros=is_told)
+        function.defvjp(with_pull, pull_back, symbolic_zeros=is_told)
         return function
     function = jax.custom_jvp(lambda *xs: tuple(evaluate(*xs)))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         flags, xs = primals[:first], list(primals[first:])
         dots = {i: dot for i, dot in enumerate(tangents[first:]) if not isinstance(dot, SymbolicZero)}
-        out, found = _traced_by(interpreter.forward, partial(_on_pairs, eqn), flags, xs, dots)
+        out, found = _traced_by(forward, partial(_on_pairs, eqn), flags, xs, dots)
         return tuple(out), tuple(_with_float0(eqn, found))
 
     function.defjvp(rule, symbolic_zeros=True)
@@ -73,19 +69,18 @@ def rule_of(eqn: Any) -> ClosedJaxpr | None:
     cts = {i: v.aval for i, v in enumerate(eqn.outvars) if jaxi.has_tangents(v.aval)}
     try:
         if jaxi.is_custom_vjp(eqn):
-            return jax.make_jaxpr(lambda xs, cts: _pull_back(eqn, _forward(eqn, dots, xs)[1], cts))(operands, cts)
+            pull = lambda xs, cts: _forward(eqn, dots, xs)[1](_with_float0(eqn, cts))  # noqa: E731
+            return jax.make_jaxpr(pull)(operands, cts)
         return jax.make_jaxpr(partial(_on_pairs, eqn))(operands, dots)
     except Exception:  # noqa: BLE001 - a rule may raise anything, and does so again where JAX asks for it
         return None
 
 
-def _traced_by(
-    interpreter: Callable[[ClosedJaxpr], Function], function: Function, flags: Sequence[Any], *arguments: Any
-) -> Any:
-    """`function(*arguments)`, which takes and returns pytrees of arrays, as an interpreter evaluates it."""
+def _traced_by(evaluate: Evaluate, function: Function, flags: Sequence[Any], *arguments: Any) -> Any:
+    """`function(*arguments)`, which takes and returns pytrees of arrays, evaluated so."""
     leaves, tree = jax.tree.flatten(arguments)
     closed, results = jax.make_jaxpr(lambda *leaves: function(*tree.unflatten(leaves)), return_shape=True)(*leaves)
-    return jax.tree.structure(results).unflatten(interpreter(closed)(*flags, *leaves))
+    return jax.tree.structure(results).unflatten(evaluate(closed)(*flags, *leaves))
 
 
 # The rules of an equation. What only some operands or results have, a tangent or a cotangent, is `{position: it}`.
@@ -106,11 +101,6 @@ def _on_pairs(eqn: Any, operands: Sequence[Any], tangents: dict[int, Any]) -> tu
 def _forward(eqn: Any, perturbed: Iterable[int], operands: Sequence[Any]) -> Any:
     """All results, and the function from cotangents of all to those of the perturbed operands."""
     return jax.vjp(_of_some(lambda *xs: bind_again(eqn, xs), operands), {i: operands[i] for i in perturbed})
-
-
-def _pull_back(eqn: Any, pull: Function, cts: dict[int, Any]) -> dict[int, Any]:
-    """The cotangents of the perturbed operands from those of the results that have one."""
-    return pull(_with_float0(eqn, cts))[0]
 
 
 def _with_float0(eqn: Any, given: dict[int, Any]) -> list[Any]:
@@ -134,13 +124,11 @@ def silent_equation(eqn: Any) -> Any:
     """The equation with `silent` programs inside it."""
     if jaxi.is_linear_solve(eqn):
         return jaxi.with_solve(eqn, silent)
-    if jaxi.is_cond(eqn):
-        return jaxi.with_branches(eqn, list(map(silent, jaxi.branches(eqn))))
     if jaxi.is_custom(eqn):
         # The call is silent where a derivative evaluates its rule. Steps back are not repeated, so they are not.
-        silence = Interpreter(lambda closed: jaxpr_as_fun(silent(closed)), jaxpr_as_fun, num_flags=0)
+        function = evaluated_by(lambda closed: jaxpr_as_fun(silent(closed)), jaxpr_as_fun, 0, eqn)
         with jaxi.equation_context(eqn):
-            traced = jax.make_jaxpr(evaluated_by(silence, eqn))(*(v.aval for v in eqn.invars))
+            traced = jax.make_jaxpr(function)(*(v.aval for v in eqn.invars))
         (call,) = traced.eqns
         return call.replace(invars=eqn.invars, outvars=eqn.outvars)
     pruned = map_programs(eqn, silent)
