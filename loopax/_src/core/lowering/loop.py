@@ -13,6 +13,7 @@ from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, stacked
 from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps, Watch, read, write
+from loopax._src.core.masking import common_rows
 from loopax._src.jax_internals import jaxpr_as_fun, unwritten, where, zeros
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
@@ -138,7 +139,10 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
         _, _, *others = result_avals(loop)
         return [jnp.int32(0), *carry, *map(zeros, flatten(others))]
     # A loop of one step or none fills no constants outside: it has no second step for which they would stay the same.
-    body = Body(jaxpr_as_fun(loop.body), consts) if loop.bound == 1 else Body.of(loop.body, consts, loop.num_carry)
+    if loop.bound == 1:
+        body = Body(jaxpr_as_fun(loop.body), consts)
+    else:
+        body = Body.of(loop.body, consts, common_rows(loop.body, consts), loop.num_carry)
 
     def take(body: Callable[..., Any], row: Any, _: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         out = loop.outputs(body(row, *carry, *(read(x, row) for x in xs)))

@@ -10,7 +10,7 @@ from jax import lax
 
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
-from loopax._src.core.masking import CommonRows, common_rows, fill_inactive, fill_inactive_p, fills_now, unmasked
+from loopax._src.core.masking import CommonRows, fill_inactive, fill_inactive_p, fills_now, unmasked
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
 # Large constants of lanes, filled once for each set of active lanes instead of once in each step.
@@ -66,11 +66,10 @@ class Body(NamedTuple):
     common: "tuple[CommonRows, Body] | None" = None  # rows that all lanes walk, and the body there
 
     @classmethod
-    def of(cls, closed: ClosedJaxpr, consts: list[Any], num_carry: int = 0) -> "Body":
+    def of(cls, closed: ClosedJaxpr, consts: list[Any], rows: CommonRows | None, num_carry: int = 0) -> "Body":
         """Of a jaxpr; which lanes are active must follow from row, consts and the first `num_carry` leaves."""
         if outside := filled_outside(closed, len(consts), num_carry):
             return cls(jaxpr_as_fun(outside.body), consts, outside)
-        rows = common_rows(closed, consts)
         return cls(jaxpr_as_fun(closed), consts, common=rows and (rows, cls(unmasked(closed), consts)))
 
     def run(self, row: Any, *leaves: Any) -> Any:

@@ -9,7 +9,7 @@ from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, wi
 from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, split_list, trace, weakly_cached
 from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
-from loopax._src.core.masking import active_p
+from loopax._src.core.masking import active_p, common_rows
 from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
 
 # The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
@@ -193,6 +193,8 @@ def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: R
         replay, backward, places = recorded.ahead, recorded.back, recorded.places or ()
         hoisted = jaxpr_as_fun(recorded.hoisted)(*consts) if recorded.hoisted else []
         stored = replay.out_avals[sweep.num_state :]
-    bodies = Body.of(sweep.forward, consts), Body.of(replay, consts), Body.of(backward, [*consts, *hoisted])
-    is_long = bodies[1].outside is None and bodies[1].common is None and num_equations(replay) >= LONG_STEP
-    return Bodies(sweep, xs, *bodies, stored, recorded is not None, places, is_long)
+    rows = common_rows(sweep.backward, consts)
+    forward, ahead = (Body.of(body, consts, rows) for body in (sweep.forward, replay))
+    back, is_plain = Body.of(backward, [*consts, *hoisted], rows), ahead.outside is None and rows is None
+    is_long = is_plain and num_equations(replay) >= LONG_STEP
+    return Bodies(sweep, xs, forward, ahead, back, stored, recorded is not None, places, is_long)

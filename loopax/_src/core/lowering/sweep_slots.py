@@ -88,13 +88,14 @@ def _divide_then_store(track: Track, bodies: Bodies, segment: Segment, end: Any)
     run = lax.while_loop(too_long, shorter, segment)
     # Store what all of its steps but the last one do.
     steps = bodies.replay_steps(track.ahead, track.row(run.step), written=lambda position: run.slot + position)
-    progress = LoopState(run.state, [run.slots[place] for place in bodies.places], jnp.int32(0))
-    progress = walk.run(steps, progress, end - run.step - 1)
-    slots, last, row = list(run.slots), progress.carry, track.row(end - 1)
-    for place, slot in zip(bodies.places, progress.ys, strict=True):
+    start = LoopState(run.state, [run.slots[place] for place in bodies.places], jnp.int32(0))
+    replayed = walk.run(steps, start, end - run.step - 1)
+    slots, last = list(run.slots), replayed.carry
+    for place, slot in zip(bodies.places, replayed.ys, strict=True):
         slots[place] = slot
     if bodies.records:
-        _, last = bodies.step(bodies.replay.at(row).run, row, progress.carry)
+        row = track.row(end - 1)
+        _, last = bodies.step(bodies.replay.at(row).run, row, last)
     return last, run._replace(slots=slots)
 
 
