@@ -3,7 +3,7 @@
 Lanes whose numbers of steps are known at the start are sorted into groups of lanes that take similar numbers, and one
 group runs after another, each until its own slowest lane is done. Else a batch runs until few enough lanes are left;
 those are gathered into a smaller batch, which goes on; in the end results are put back in their places. Lanes that take
-one step or none run in batches of those that take it (`in_batches`).
+one step or none run in batches of those that take it (`_in_batches`).
 
 Every group and every stage is a batch in lockstep.
 """
@@ -20,7 +20,7 @@ from loopax._src.core.batching.compact_primitive import BatchRules
 from loopax._src.core.batching.groups import active_first, in_groups, take
 from loopax._src.core.batching.lockstep import LaneOperands, goes_on, hull, lane_function, result_axes, run_lanes
 from loopax._src.core.ir.lanes import CPU_LANES, Compact, Lockstep, fewest_lanes, group_sizes, stage_sizes
-from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, Outcome, run
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, run
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint
 from loopax._src.core.jaxpr.types import Axis
@@ -55,11 +55,12 @@ def takes_one_step(loop: Loop) -> bool:
     return loop.bound == 1 and not loop.predicated and loop.reporting is None and loop.inverse is None
 
 
-def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outcome:
-    """The results of all lanes; takes: bool[lanes]."""
-    assert isinstance(loop.lanes, Compact)
+def _in_batches(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+    """Lanes that take one step or none."""
     refuse_collectives(loop.body, axis.name)
-    size = min(max(fewest_lanes(loop.lanes, CPU_LANES), axis.size // _MOST_BATCHES), axis.size)
+    low, high, lanes = _lanes(loop, mapped, operands)
+    takes = jnp.broadcast_to(low < high, (axis.size,))
+    size = min(max(fewest_lanes(how, CPU_LANES), axis.size // _MOST_BATCHES), axis.size)
     batches = -(-axis.size // size)
     # The numbers of the lanes that take the step, in order; zeros behind them.
     place = jnp.where(takes, jnp.cumsum(takes, dtype=jnp.int32) - 1, axis.size)
@@ -98,7 +99,7 @@ def in_batches(loop: Loop, axis: Axis, takes: Any, lanes: LaneOperands) -> Outco
     num_batches = -(-count // size)
     out = run(batched, jnp.int32(0), num_batches, [order, count, *given], results, [])
     carry, ys = split_list(out.carry, [len(carry)])
-    return Outcome(takes.astype(jnp.int32), carry, [y[None] for y in ys], [], [])
+    return [takes.astype(jnp.int32), *carry, *(y[None] for y in ys)]
 
 
 def is_one_batch(loop: Loop, lanes: int) -> bool:
@@ -123,11 +124,8 @@ class _LaneResults(NamedTuple):
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch; operands are `low, high, *consts, *carry, *xs`."""
     assert isinstance(loop.lanes, Compact)
-    if takes_one_step(loop) and axis.size:
-        low, high, lanes = _lanes(loop, mapped, operands)
-        out = in_batches(loop, axis, jnp.broadcast_to(low < high, (axis.size,)), lanes)
-        return [*out.leaves, *nothing_saved(loop, axis)]
-    run_apart = _in_stages if loop.predicated else _in_groups
+    is_one_step = takes_one_step(loop) and axis.size
+    run_apart = _in_batches if is_one_step else _in_stages if loop.predicated else _in_groups
     return [*run_apart(loop, loop.lanes, axis, mapped, operands), *nothing_saved(loop, axis)]
 
 
