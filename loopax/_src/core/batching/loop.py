@@ -40,8 +40,14 @@ from loopax._src.core.ir.reverse_sweep import (
 )
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import mixing_primitive, needed_inputs
-from loopax._src.core.jaxpr.evaluate import batch_expanded
-from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, is_batched, refuse_gathering, uniform_body
+from loopax._src.core.jaxpr.types import (
+    Axis,
+    axes_of,
+    fill_axis,
+    is_batched,
+    refuse_gathering,
+    uniform_body,
+)
 from loopax._src.core.jaxpr.util import (
     Groups,
     Mask,
@@ -105,17 +111,6 @@ def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Ma
     )
 
 
-def _without_saved(low: Any, high: Any, _: Any, *operands: Any, **params: Any) -> list[Any]:
-    """A sweep that does not rely on what the forward loop saved."""
-    sweep = ReverseSweep(**params)
-    given = sweep.operands(operands)
-    return flatten(checkpoint_and_sweep(sweep, low, high, given.inputs(given.init)))
-
-
-# Lanes whose forward loops ran apart (pullbacks that were stacked) have not saved before the same rows.
-_save_again = batch_expanded(_without_saved)
-
-
 def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """Run one sweep for all lanes if they walk the same rows; else run lanes in lockstep, or in groups.
 
@@ -142,12 +137,9 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         if differ or not _acts_for_all(sweep.step, acting, batched):
             alone = partial(reverse_sweep_p.bind, **sweep._asdict())
             return run_sequentially(alone, sweep.step, axis, operands, dims, (*batched.carry, *ys))
-    in_groups = isinstance(sweep.lanes, Compact) and differ
-    if is_saved_apart and not in_groups:
-        return _save_again(axis_data, operands, dims, **params)
     # Before: lanes at `dims` -> After: [lanes, ...] of consts, init and carry; [rows, lanes, ...] of saved and xs
     given = _with_lanes(axis, sweep.operands(leaves), mapped, SweepOperands.of(batched), (0, 0, 1, 0, 1))
-    if in_groups:
+    if isinstance(sweep.lanes, Compact) and differ:
         values = [low, high, *flatten(given.inputs(given.init))]
         return _gathered(SWEEPS, sweep, axis, (*windows, *flatten(batched)), values)
     own = select(windows, (low, high))
@@ -157,7 +149,11 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         low, high = hull(low, high)
     else:
         lanes = _uniform_sweep(sweep, axis, batched, ys)
-    out = run_sweep(lanes, low, high, checkpoint_rows, *given._replace(consts=[*own, *given.consts]))
+    given = given._replace(consts=[*own, *given.consts])
+    if is_saved_apart:  # lanes whose forward loops ran apart (stacked pullbacks) have not saved before the same rows
+        out = checkpoint_and_sweep(lanes, low, high, given.inputs(given.init))
+    else:
+        out = run_sweep(lanes, low, high, checkpoint_rows, *given)
     return flatten(out), [*axes_of(batched.carry), *axes_of(ys, 1)]
 
 
