@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
-from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, rewriting
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad
 
 # Rows that all lanes of a batch walk: no lane is masked there, and none is filled.
@@ -140,26 +140,13 @@ def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool],
 # ---- programs whose transpose comes next: sums over lanes meet what finished lanes compute
 
 
-def filled_in_derivatives(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with operands filled that are filled in derivatives; itself where none is."""
-    return _filled_now(closed) or closed
-
-
-@weakly_cached
-def _filled_now(closed: ClosedJaxpr) -> ClosedJaxpr | None:
-    """None where nothing in it, or in the programs of its equations, fills in derivatives."""
-
-    def filling(eqn: Any) -> Any:
-        if eqn.primitive is fill_inactive_p:
-            now = {**eqn.params, "when": "always"}
-            return eqn.replace(params=now) if eqn.params["when"] == "in_derivatives" else eqn
-        new = map_programs(eqn, filled_in_derivatives)
-        return eqn if all(value is eqn.params[name] for name, value in new.params.items()) else new
-
-    eqns = list(map(filling, closed.eqns))
-    if all(new is old for new, old in zip(eqns, closed.eqns, strict=True)):
-        return None
-    return jaxi.replace_jaxpr(closed, closed.invars, closed.outvars, eqns)
+@rewriting
+def filled_in_derivatives(eqn: Any) -> Any:
+    """A program with operands filled that are filled in derivatives: what becomes of an equation."""
+    if eqn.primitive is not fill_inactive_p:
+        return map_programs(eqn, filled_in_derivatives)
+    now = {**eqn.params, "when": "always"}
+    return eqn.replace(params=now) if eqn.params["when"] == "in_derivatives" else eqn
 
 
 # ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is

@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import io_callback
 
 from loopax._src.core.jaxpr.evaluate import silent
-from loopax._src.core.jaxpr.util import inner_jaxprs, map_parameter, select, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, replace_jaxpr
+from loopax._src.core.jaxpr.util import map_parameter, rewriting, select, with_params
+from loopax._src.jax_internals import ClosedJaxpr
 
 # A loop that tells, while it runs, how far it is.
 #
@@ -81,11 +81,6 @@ def _call(function: Callable[..., Any], num_results: int, *numbers: Any) -> list
 # Programs whose loops do not show progress: recomputed steps are not shown a second time.
 
 
-def strip_progress(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr with loops that report nothing; itself where none does."""
-    return _stripped(closed) if _reports(closed) else closed
-
-
 def strip_progress_of_params(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of an equation, with programs that do not show progress."""
     unreported = lambda value: None if isinstance(value, Reporting) else value  # noqa: E731
@@ -94,24 +89,10 @@ def strip_progress_of_params(params: dict[str, Any]) -> dict[str, Any]:
 
 def strip_progress_of_equation(eqn: Any) -> Any:
     """The equation, with programs that do not show progress."""
-    return eqn.replace(params=strip_progress_of_params(eqn.params)) if _equation_reports(eqn) else eqn
+    return with_params(eqn, strip_progress_of_params(eqn.params))
 
 
-@weakly_cached
-def _reports(jaxpr: Any) -> bool:
-    """Whether a loop anywhere inside reports."""
-    return any(map(_equation_reports, jaxpr.eqns))
-
-
-def _equation_reports(eqn: Any) -> bool:
-    # A parameter may be the static description of something, whose fields are looked at, too.
-    values = [x for value in eqn.params.values() for x in (value, *(value if hasattr(value, "_fields") else ()))]
-    return any(map(_reports, inner_jaxprs(eqn))) or any(isinstance(value, Reporting) for value in values)
-
-
-@weakly_cached
-def _stripped(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return replace_jaxpr(closed, eqns=list(map(strip_progress_of_equation, closed.eqns)))
+strip_progress = rewriting(strip_progress_of_equation)
 
 
 # Programs without effects: recomputed steps do not repeat these.

@@ -29,6 +29,7 @@ from loopax._src.core.jaxpr.util import (
     inner_jaxprs,
     map_programs,
     programs_in,
+    rewriting,
     stacked,
     trace,
     weakly_cached,
@@ -271,23 +272,18 @@ def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
                 f"such as the result of `jax.lax.pmax(..., {axis!r})`."
             )
 
-    def has_marks(jaxpr: ClosedJaxpr) -> bool:
-        return any(axes & jaxi.marked_varying(eqn) for eqn in equations_in(jaxpr))
-
-    def marked_locally(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-        return jaxi.replace_jaxpr(jaxpr, eqns=list(map(with_local_mark, jaxpr.eqns))) if has_marks(jaxpr) else jaxpr
-
-    def with_local_mark(eqn: Any) -> Any:
-        marked = jaxi.marked_varying(eqn)
-        if not marked & axes:
+    @rewriting
+    def marked_locally(eqn: Any) -> Any:
+        over = jaxi.marked_varying(eqn)
+        if not over & axes:
             return map_programs(eqn, marked_locally)
-        params = {"varying": jaxi.varying_axes(eqn.outvars[0].aval), "summed": marked - axes}
+        params = {"varying": jaxi.varying_axes(eqn.outvars[0].aval), "summed": over - axes}
         return eqn.replace(primitive=retyped_p, params=params)
 
-    row, *avals = body.in_avals
-    if all(axes <= jaxi.varying_axes(aval) for aval in (*avals, *body.out_avals)) and not has_marks(body):
+    (row, *avals), marked = body.in_avals, marked_locally(body)
+    if all(axes <= jaxi.varying_axes(aval) for aval in (*avals, *body.out_avals)) and marked is body:
         return None
-    function = jaxpr_as_fun(marked_locally(body))
+    function = jaxpr_as_fun(marked)
 
     # Before: (row, *operands, typed as the body has them) -> results, typed as they come
     # After: (row, *operands that vary over the axes) -> results that do

@@ -190,8 +190,13 @@ def map_parameter(
 
 
 def map_programs(eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
-    """An equation with other programs in its parameters. Its effects stay as they are."""
-    return eqn.replace(params={name: map_parameter(value, function) for name, value in eqn.params.items()})
+    """An equation with other programs in its parameters, itself if none changes. Its effects stay as they are."""
+    return with_params(eqn, {name: map_parameter(value, function) for name, value in eqn.params.items()})
+
+
+def with_params(eqn: Any, params: dict[str, Any]) -> Any:
+    """An equation with other parameters; itself if they are the same objects."""
+    return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
 
 def collective_over(program: ClosedJaxpr, axis_name: Any) -> bool:
@@ -242,6 +247,18 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
         return entries[place]
 
     return cached
+
+
+def rewriting(equation: Callable[[Any], Any]) -> Callable[[ClosedJaxpr], ClosedJaxpr]:
+    """Make a function of programs, in which each equation is rewritten; itself where none changes."""
+
+    @weakly_cached
+    def new(closed: ClosedJaxpr) -> ClosedJaxpr | None:
+        eqns = list(map(equation, closed.eqns))
+        same = all(new is old for new, old in zip(eqns, closed.eqns, strict=True))
+        return None if same else jaxi.replace_jaxpr(closed, eqns=eqns)
+
+    return lambda closed: new(closed) or closed
 
 
 def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
