@@ -80,11 +80,8 @@ class Queue(NamedTuple):
     def outputs(self, lane: Lane) -> list[Any]:
         """The results of a lane, zeros where it has no item or is not done with it."""
         done = (lane.item != NO_ITEM) & ~self.program.goes_on(lane.inside)
-
-        def after(*_: Any) -> list[Any]:
-            return self.program.end([*self.shared, *lane.inputs], lane.inside)
-
-        return at_most_once(done, after, list(map(zeros, self.program.after.out_avals)))
+        nothing = list(map(zeros, self.program.after.out_avals))
+        return at_most_once(done, lambda *_: self.program.end([*self.shared, *lane.inputs], lane.inside), nothing)
 
 
 def run_queue(

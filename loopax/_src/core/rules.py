@@ -51,9 +51,7 @@ def of_sparse(primitive: Primitive, steps: Any, body: str, num_limits: int) -> C
 
         # Before: (row, *consts, *others) -> results
         # After: (row, *arrays of which the consts consist, *others) -> results
-        def taking_parts(body: ClosedJaxpr | None) -> ClosedJaxpr | None:
-            if body is None:
-                return None
+        def taking_parts(body: ClosedJaxpr) -> ClosedJaxpr:
             function = jaxi.on_sparse(jaxpr_as_fun(body))
 
             def on_parts(row: Any, *inputs: Any) -> Sequence[Any]:
@@ -63,7 +61,7 @@ def of_sparse(primitive: Primitive, steps: Any, body: str, num_limits: int) -> C
             row, *avals = body.in_avals
             return trace(on_parts, [row, *map(jax.typeof, parts), *avals[loop.num_consts :]])
 
-        bodies = {body: taking_parts(getattr(loop, body)), "inverse": taking_parts(loop.inverse)}
+        bodies = {body: taking_parts(getattr(loop, body)), "inverse": loop.inverse and taking_parts(loop.inverse)}
         given = [*_dense(operands[:num_limits]), *parts, *_dense(operands[end:])]
         return primitive.bind(*given, **loop._replace(**bodies, num_consts=len(parts))._asdict())
 
