@@ -67,10 +67,9 @@ class Queue(NamedTuple):
         """How many of all lanes are."""
         return jnp.sum(jax.vmap(self.is_busy)(state), dtype=jnp.int32)
 
-    def begin(self, item: Any, inputs: list[Any], old: Lane) -> Lane:
+    def begin(self, item: Any, inputs: list[Any], old: LaneState) -> Lane:
         """A lane with its next item."""
-        inside = self.program.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old.inside)
-        return Lane(item, inputs, inside)
+        return Lane(item, inputs, self.program.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old))
 
     def step(self, lane: Lane) -> Lane:
         """One step, if the lane has one to take."""
@@ -139,7 +138,7 @@ def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tupl
     outputs = jax.vmap(queue.outputs)(chosen)
     left = chosen._replace(item=jnp.where(done, NO_ITEM, chosen.item))
     takes = left.item == NO_ITEM  # all of them, but at the end
-    begun = jax.vmap(queue.begin)(jnp.where(takes, numbers, NO_ITEM), inputs, left)
+    begun = jax.vmap(queue.begin)(jnp.where(takes, numbers, NO_ITEM), inputs, left.inside)
 
     def put(x: Any, new: Any, old: Any) -> Any:
         value = where(takes.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
@@ -152,14 +151,9 @@ def exchange(queue: Queue, state: Lane, numbers: Any, inputs: list[Any]) -> tupl
 
 # Chunks of a queue's rounds: what a host starts, and looks at when they are done.
 #
-# `run_queue` runs all rounds in one program, since it has all items. Here, a host has some items at a time. It
-# gives a chunk rows of items, one row for each round::
-#
-#     for row of items, until so many steps are taken:
-#         outputs of finished lanes -> a row of results, with the numbers of their items
-#         row -> these lanes, or others that are free
-#         while enough lanes are busy: step all lanes
-#     outputs of finished lanes -> one more row of results
+# `run_queue` runs all rounds in one program, since it has all items. Here, a host has some items at a time. It gives a
+# chunk a row of items for each round, and the most steps. Behind the last round, one more row has the outputs of
+# finished lanes.
 #
 # A row has no more items than there are lanes without a step to take when its round begins. The host makes sure of
 # that for the first row. After a round, as many lanes have none as a row has places.
@@ -197,6 +191,12 @@ def queue_for(program: ClosedJaxpr, shared: Any, item_avals: Any, lanes: int, pl
 def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lane, ChunkResults]:
     """Run rounds until so many steps are taken, or no row is left."""
 
+    def exchanged(state: Lane, found: ChunkResults, numbers: Any, inputs: list[Any]) -> tuple[Lane, ChunkResults]:
+        # Results of finished lanes go to the next row, and items to these and to other free lanes.
+        state, finished, outputs = exchange(queue, state, numbers, inputs)
+        rows = [write(x, found.rows, new) for x, new in zip(found.outputs, outputs, strict=True)]
+        return state, found._replace(finished=found.finished.at[found.rows].set(finished), outputs=rows)
+
     def goes_on(at: tuple[Lane, ChunkResults]) -> Any:
         state, found = at
         is_left = jnp.any(state.item != NO_ITEM) | (found.rows < rows.filled)
@@ -205,7 +205,7 @@ def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lan
     def one_round(at: tuple[Lane, ChunkResults]) -> tuple[Lane, ChunkResults]:
         state, found = at
         row = found.rows
-        state, found = _exchange(queue, state, found, rows.numbers[row], [x[row] for x in rows.inputs])
+        state, found = exchanged(state, found, rows.numbers[row], [x[row] for x in rows.inputs])
         has_next = rows.more | (row + 1 < rows.filled)
         with_item = jnp.sum(state.item != NO_ITEM, dtype=jnp.int32)
         leave = jnp.where(has_next, queue.lanes - queue.part, jnp.maximum(with_item - rows.wanted, 0))
@@ -224,16 +224,5 @@ def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lan
     nothing = ChunkResults(jnp.full(places, NO_ITEM, jnp.int32), outputs, zero, zero, zero, zero)
     state, found = lax.while_loop(goes_on, one_round, (state, nothing))
     none = [zeros(stacked(aval, queue.part)) for aval in queue.item_avals]
-    state, found = _exchange(queue, state, found, jnp.full(queue.part, NO_ITEM, jnp.int32), none)
+    state, found = exchanged(state, found, jnp.full(queue.part, NO_ITEM, jnp.int32), none)
     return state, found._replace(free=jnp.sum(state.item == NO_ITEM, dtype=jnp.int32))
-
-
-def _exchange(
-    queue: Queue, state: Lane, found: ChunkResults, numbers: Any, inputs: list[Any]
-) -> tuple[Lane, ChunkResults]:
-    """Results of finished lanes go to the next row, and items to these and to other free lanes."""
-    state, finished, outputs = exchange(queue, state, numbers, inputs)
-    return state, found._replace(
-        finished=found.finished.at[found.rows].set(finished),
-        outputs=[write(x, found.rows, new) for x, new in zip(found.outputs, outputs, strict=True)],
-    )

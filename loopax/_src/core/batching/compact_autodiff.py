@@ -10,15 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopax._src import jax_internals as jaxi
+from loopax._src.core.autodiff import jvp
 from loopax._src.core.autodiff.dce import loop_dce, stage_all
-from loopax._src.core.autodiff.jvp import (
-    fill_tangents,
-    jvp_loop,
-    jvp_of_results,
-    nan_if_uncounted,
-    perturbed_outputs,
-    refuse_effects,
-)
 from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs, window_walked
 from loopax._src.core.autodiff.sweep import needs, with_inputs
 from loopax._src.core.autodiff.transpose import type_of_linear
@@ -27,7 +20,7 @@ from loopax._src.core.batching.compact_primitive import (
     compact_vmap,
     compact_vmap_of,
     compact_vmap_p,
-    jvp_of_program,
+    evaluate_batch,
 )
 from loopax._src.core.batching.compact_stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
@@ -66,7 +59,7 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
     inner = CompactVmap(**params)
     loop, nonzero = inner.static, list(map(jaxi.is_nonzero, tangents))
     if not _runs_in_stages(inner):
-        return jvp_of_program(primals, tangents, **params)
+        return jvp_expanded(evaluate_batch)(primals, tangents, **params)
     if calls_custom_vjp(loop.body):
         # JAX cannot map the tangents of a `jax.custom_vjp`, so lanes come first here, and tangents then. JAX asks this
         # where reverse mode is to follow, for there is no forward mode through such a function.
@@ -81,7 +74,7 @@ def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: 
         flags = (*inner.mapped[:2], *flatten(mapped_pairs._replace(carry=(True,) * pair.num_carry)))
         return pair.results(compact_vmap(LOOPS, pair, inner.axis, flags, [low, high, *flatten(inputs)]))
 
-    return jvp_of_results(loop, run, primals, tangents)
+    return jvp.jvp_of_results(loop, run, primals, tangents)
 
 
 def _known_part(inner: CompactVmap, unknown: Sequence[bool]) -> tuple[Loop, LoopInputs, LoopOutputs] | None:
@@ -169,19 +162,19 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     """
     inner = CompactVmap(**params)
     if not _runs_in_stages(inner):
-        return jaxi.linearized(jvp_of_program, nonzero, *operands, **params)
+        return jaxi.linearized(jvp_expanded(evaluate_batch), nonzero, *operands, **params)
     loop, perturbed = inner.static, map_leaves(bool, inner.static.inputs(nonzero[2:]))
-    refuse_effects(loop.body)
+    jvp.refuse_effects(loop.body)
     if _acts_in_custom(loop.body):
         # Functions with derivatives of their own have the effects of their rules. What runs in groups has none, so
         # the stages are those of the known part of the loop on pairs.
-        pair, of_pair, _ = jvp_loop(loop, perturbed)
+        pair, of_pair, _ = jvp.jvp_loop(loop, perturbed)
         unknown = append_each(map_leaves(lambda _: False, of_pair), select_each(of_pair, of_pair))
         known = known_loop(pair, unknown, unknown_outputs(pair, unknown))
         out = known.results(compact_vmap(LOOPS, known, inner.axis, inner.mapped, operands))
     else:
         out = loop.results(compact_vmap_p.bind(*operands, **params))
-    outputs = perturbed_outputs(loop, perturbed)
+    outputs = jvp.perturbed_outputs(loop, perturbed)
     program, values, places = _again_in_groups(inner, outputs, operands, out.num_steps)
     _, depends, linear = jaxi.linearized(jvp_expanded(jaxpr_as_fun(program)), nonzero, *values)
     mask = [False, *flatten(outputs), *(False for _ in (*out.saved, *out.checkpoint_rows))]
@@ -190,8 +183,8 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     def tangents_of(*tangents: Any) -> list[Any]:
         dots = linear(*tangents)
         carry, ys = split_list([dots[place] for place in places], [sum(outputs.carry)])
-        carry = [nan_if_uncounted(loop, operands[0] + out.num_steps, dot) for dot in carry]
-        return fill_tangents(mask, out.leaves, [*carry, *ys])
+        carry = [jvp.nan_if_uncounted(loop, operands[0] + out.num_steps, dot) for dot in carry]
+        return jvp.fill_tangents(mask, out.leaves, [*carry, *ys])
 
     return out.leaves, [has_one and next(flags) for has_one in mask], tangents_of
 

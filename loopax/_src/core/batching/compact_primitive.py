@@ -18,7 +18,6 @@ from loopax._src.core.batching.lockstep import hull, lockstep_sweep
 from loopax._src.core.ir.annotations import strip_progress
 from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep
-from loopax._src.core.jaxpr.evaluate import jvp_expanded
 from loopax._src.core.jaxpr.types import (
     Axis,
     Expected,
@@ -169,9 +168,6 @@ def compact_vmap_transpose(cts: Sequence[Any], *operands: Any, **params: Any) ->
     transposed = jaxi.linear_transpose(of_linear, *(x.aval for x in operands if ad.is_undefined_primal(x)))
     found = iter(transposed([ct for ct in cts if not isinstance(ct, ad.Zero)]))
     return [next(found) if linear else None for linear in is_linear]
-
-
-jvp_of_program = jvp_expanded(evaluate_batch)
 
 
 def compact_vmap_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:

@@ -16,18 +16,10 @@ import jax.numpy as jnp
 
 from loopax._src.core.autodiff.partial_eval import unknown_outputs
 from loopax._src.core.autodiff.sweep import needs, sweep_fixpoint
+from loopax._src.core.batching import lockstep
 from loopax._src.core.batching.compact_primitive import SWEEPS, BatchRules, compact_vmap
 from loopax._src.core.batching.compact_stages import LOOPS
 from loopax._src.core.batching.groups import run_sequentially
-from loopax._src.core.batching.lockstep import (
-    LaneOperands,
-    hull,
-    lockstep_sweep,
-    result_axes,
-    run_lanes,
-    takes_any_step,
-    with_drift_of_lanes,
-)
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, stage_sizes
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (
@@ -106,7 +98,7 @@ def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Ma
     outputs = (*batched.carry, *batched.state, *ys)
     inverse = sweep.inverse and uniform_body(sweep.inverse, axis, sweep.forward_inputs(batched), batched.state)
     step = uniform_body(sweep.step, axis, sweep.backward_inputs(batched), outputs)
-    return with_drift_of_lanes(
+    return lockstep.with_drift_of_lanes(
         sweep._replace(step=step, inverse=inverse), axis, tuple(batched.state), (*batched.carry, *ys)
     )
 
@@ -145,8 +137,8 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     own = select(windows, (low, high))
     if differ:
         own_avals = tuple(map(jax.typeof, own))
-        lanes = lockstep_sweep(sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, own_avals)
-        low, high = hull(low, high)
+        lanes = lockstep.lockstep_sweep(sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, own_avals)
+        low, high = lockstep.hull(low, high)
     else:
         lanes = _uniform_sweep(sweep, axis, batched, ys)
     given = given._replace(consts=[*own, *given.consts])
@@ -208,7 +200,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
         nothing = [False] * len(loop.body.out_avals)
         acting = lambda: [needed_inputs(loop.body, loop.carry_range, nothing)[1:]]  # noqa: E731
         if differ or not _acts_for_all(loop.body, acting, batched):
-            axes = result_axes(loop, 0, 0) if differ else result_axes(loop, None, None, outputs)
+            axes = lockstep.result_axes(loop, 0, 0) if differ else lockstep.result_axes(loop, None, None, outputs)
             # A lane has its share of the memory, and shows its part of the progress.
             reporting = loop.reporting and loop.reporting._replace(runs=axis.size, lanes=axis.size, size=1)
             of_lane = loop._replace(share=loop.share / axis.size, reporting=reporting)
@@ -218,19 +210,20 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     given = _with_lanes(axis, loop.inputs(leaves), mapped, batched, (0, 0, 1))
     if not differ:
         out = run(_uniform_loop(loop, axis, batched, outputs), low, high, *given)
-        return out.leaves, result_axes(loop, None, None, outputs).leaves
-    if takes_any_step(loop):
+        return out.leaves, lockstep.result_axes(loop, None, None, outputs).leaves
+    if lockstep.takes_any_step(loop):
         rows = jnp.int32(0), jnp.int32(1)
     elif isinstance(loop.lanes, Compact):  # of a step that all lanes take, a select costs less than to gather them
         return _gathered(LOOPS, loop, axis, (*windows, *flatten(batched)), [low, high, *flatten(given)])
     elif loop.bound == 1:
         rows = jnp.int32(0), over_lanes(jnp.any, low < high).astype(jnp.int32)  # bools are searched faster than numbers
     else:
-        rows = hull(low, high)
-    out, num_steps = run_lanes(loop, axis, *rows, LaneOperands(windows, select(windows, (low, high)), batched, given))
+        rows = lockstep.hull(low, high)
+    lanes = lockstep.LaneOperands(windows, select(windows, (low, high)), batched, given)
+    out, num_steps = lockstep.run_lanes(loop, axis, *rows, lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
-    return out._replace(num_steps=num_steps).leaves, result_axes(loop, 0, None).leaves
+    return out._replace(num_steps=num_steps).leaves, lockstep.result_axes(loop, 0, None).leaves
 
 
 def _batched_outputs(loop: Loop, axis_data: Any, batched: LoopInputs) -> LoopOutputs:
