@@ -19,18 +19,18 @@ from jaxtyping import Array, Bool, Int
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep, to_lanes
 from loopax._src.core.jaxpr.util import merge_lists, reject
-from loopax._src.frontend.checks import collecting, settle
 from loopax._src.frontend.extent import Extent, width_of
 from loopax._src.frontend.options import Options, check_callable
 from loopax._src.frontend.references import refuse_references_in
 from loopax._src.frontend.run import UserLoop
+from loopax._src.frontend.run_time_checks import collecting, settle
 from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import Step, traced_once, without_flags
 from loopax._src.jax_internals import Literal
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.nnx.functional import freeze, is_object, thaw
-from loopax._src.pytrees.carry import NO_RETURN, conversion
 from loopax._src.pytrees.leaves import Dynamic, Spec, describe, differences, pack, same_structure
+from loopax._src.pytrees.match_carry import NO_RETURN, conversion
 from loopax._src.pytrees.static import Called, parameters_of
 
 R = TypeVar("R")

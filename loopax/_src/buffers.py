@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from loopax._src.core import row_buffers as rows_of
 from loopax._src.core.jaxpr.util import stacked
-from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.options import one_bool
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
+from loopax._src.frontend.run_time_checks import Check, settle
 from loopax._src.jax_internals import api_boundary, where, zero, zeros
 from loopax._src.pytrees.leaves import RowByRow
 from loopax._src.pytrees.static import Why, positive_int

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from loopax._src.core import row_buffers as buffers
 from loopax._src.core.jaxpr.util import stacked
-from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.options import SCAN, rows_of
 from loopax._src.frontend.raising import AMOUNT
 from loopax._src.frontend.rows import matching_row, one_index, row_types
+from loopax._src.frontend.run_time_checks import Check, settle
 from loopax._src.jax_internals import api_boundary, keep_bits, on_device, zero, zeros
 from loopax._src.pytrees.leaves import describe, with_arrays
 from loopax._src.pytrees.static import Why, positive_int

@@ -1,6 +1,6 @@
 """The primitives of loopax and their rules. Importing this package registers the rules with JAX (`rules.py`).
 
-May import: core/autodiff, core/batching, core/buffer_versions, core/effects, core/ir, core/jaxpr, core/lowering,
+May import: core/autodiff, core/batching, core/buffer_versions, core/ir, core/jaxpr, core/lane_effects, core/lowering,
 core/nested_lanes, core/queue, jax_internals.
 """
 

@@ -14,7 +14,6 @@ from loopax._src.core.autodiff import dce, jvp, partial_eval, sweep
 from loopax._src.core.batching import compact_autodiff, compact_primitive
 from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.batching.loop import batch_loop, batch_sweep
-from loopax._src.core.effects import guard_steps, guarded, guards
 from loopax._src.core.ir import loop as ir_loop
 from loopax._src.core.ir import reverse_sweep as ir_sweep
 from loopax._src.core.ir.loop import Loop, loop_p
@@ -22,6 +21,7 @@ from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr import dependence
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import trace
+from loopax._src.core.lane_effects import guard_steps, guarded, guards
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, jaxpr_as_fun

@@ -10,16 +10,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list
-from loopax._src.frontend.checks import settle
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.options import Options
 from loopax._src.frontend.run import UserLoop
+from loopax._src.frontend.run_time_checks import settle
 from loopax._src.frontend.steps import Call, always
 from loopax._src.frontend.trace import FirstCondition, Step, strongly_typed
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, of_weak_type, open_constants, strong
 from loopax._src.nnx.functional import Changes, freeze, roots, take_back, thaw_numbered
-from loopax._src.pytrees.carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.leaves import Dynamic, Spec, pack
+from loopax._src.pytrees.match_carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.static import Called
 
 CHUNK_BYTES = 32 << 20  # of rows of a compiled chunk of steps

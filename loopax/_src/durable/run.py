@@ -10,11 +10,11 @@ import numpy as np
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.chunk import EPOCH, CompiledChunk, Job, placed, rows_of_a_chunk, trace
-from loopax._src.durable.identity import compare_with_stored, describe, refuse_unsavable, types_of
 from loopax._src.durable.options import agreed, all_agree, check, locked
 from loopax._src.durable.outputs import Outputs
 from loopax._src.durable.pace import Interrupts, watching
 from loopax._src.durable.saves import SavedState, Saves
+from loopax._src.durable.stored_program import compare_with_stored, describe, refuse_unsavable, types_of
 from loopax._src.frontend.options import limit_message
 from loopax._src.frontend.steps import always, first_condition
 from loopax._src.frontend.trace import trace_step

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.effects import OnlyIf, only_if_p
 from loopax._src.core.ir.lanes import Lanes
+from loopax._src.core.lane_effects import OnlyIf, only_if_p
 from loopax._src.jax_internals import ClosedJaxpr, Literal
 from loopax._src.pytrees.leaves import type_in_words
 

@@ -17,12 +17,12 @@ from jax import core
 from jaxtyping import PyTree
 
 from loopax._src.durable.chunk import RowPlan
-from loopax._src.durable.identity import compare_with_stored, refuse_unsavable, stored_program_of, types_of
 from loopax._src.durable.options import check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs, Rows
 from loopax._src.durable.pace import Interrupts, SavePace, watching
 from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.step_hash import Written
+from loopax._src.durable.stored_program import compare_with_stored, refuse_unsavable, stored_program_of, types_of
 from loopax._src.jax_internals import api_boundary
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.leaves import Dynamic, Spec

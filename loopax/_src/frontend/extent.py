@@ -12,9 +12,9 @@ from jax import lax
 from jax.core import Tracer
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.frontend.checks import Check
 from loopax._src.frontend.options import Words, is_traced_int, unroll_steps
 from loopax._src.frontend.raising import AMOUNT
+from loopax._src.frontend.run_time_checks import Check
 from loopax._src.jax_internals import convert
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import int_within

@@ -16,8 +16,8 @@ from loopax._src.frontend.references import refuse_references_in
 from loopax._src.jax_internals import made_with
 from loopax._src.kinds import Derivative, DerivativeLike, Kind, KindLike, to_derivative, to_kind
 from loopax._src.progress import Progress, ProgressLike, Reporter, to_progress
-from loopax._src.pytrees.carry import NO_RETURN
 from loopax._src.pytrees.leaves import LoopInfo, describe, describe_node, is_static, stays
+from loopax._src.pytrees.match_carry import NO_RETURN
 from loopax._src.pytrees.static import (
     Why,
     an_int,

@@ -21,9 +21,9 @@ from loopax._src.core.ir.lanes import Free, Lockstep
 from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import references as refs
-from loopax._src.frontend.checks import Check, KindCheck, settle
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.in_python import PythonSteps
+from loopax._src.frontend.run_time_checks import Check, KindCheck, settle
 from loopax._src.frontend.steps import always, first_condition, scan_step
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, trace_promoting
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun

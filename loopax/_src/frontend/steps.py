@@ -16,8 +16,8 @@ from loopax._src.frontend.options import Options, Words, check_callable, no_capa
 from loopax._src.frontend.trace import FirstCondition, StepBack
 from loopax._src.jax_internals import convert, made_with, to_weak
 from loopax._src.nnx.functional import freeze, is_object, take_back, thaw_numbered
-from loopax._src.pytrees.carry import match_carry, refuse_none
 from loopax._src.pytrees.leaves import Spec, stays
+from loopax._src.pytrees.match_carry import match_carry, refuse_none
 from loopax._src.pytrees.static import Why, static_bool
 
 _REVERSE = Why(

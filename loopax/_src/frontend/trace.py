@@ -19,12 +19,12 @@ from loopax._src.core.buffer_versions import chained
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.util import INDEX, either, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.frontend import references as refs
-from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.rows import refuse_strays
+from loopax._src.frontend.run_time_checks import collecting
 from loopax._src.jax_internals import ClosedJaxpr
 from loopax._src.nnx import functional as nnx
-from loopax._src.pytrees.carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.leaves import Dynamic, Spec, in_modules, is_number, pack, with_arrays
+from loopax._src.pytrees.match_carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.static import Called
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import jax
 from jax.tree_util import keystr
 
 from loopax._src.core import mixing_primitive
-from loopax._src.frontend.checks import collecting
 from loopax._src.frontend.references import refuse_closed_over
+from loopax._src.frontend.run_time_checks import collecting
 from loopax._src.jax_internals import ClosedJaxpr, made_at, open_constants, source_here
 from loopax._src.nnx.functional import freeze, refuse_changes, thaw_numbered
 from loopax._src.pytrees.leaves import Spec, is_static, pack

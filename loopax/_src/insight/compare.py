@@ -17,8 +17,8 @@ from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vma
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
 from loopax._src.extras import optional
-from loopax._src.frontend.checks import KindCheck
 from loopax._src.frontend.raising import text_of_check
+from loopax._src.frontend.run_time_checks import KindCheck
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.advice import REFUSALS, aligned, in_bytes, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject

@@ -19,8 +19,8 @@ from jaxtyping import PyTree
 
 from loopax._src.core.jaxpr.util import Mask, select
 from loopax._src.jax_internals import api_boundary
-from loopax._src.pytrees.carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.leaves import Spec, describe, pack, same_value
+from loopax._src.pytrees.match_carry import CarryMismatchError, match_carry
 
 
 @dataclass(frozen=True)

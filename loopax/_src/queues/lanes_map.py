@@ -7,9 +7,9 @@ from jaxtyping import PyTree
 
 from loopax._src import core
 from loopax._src.core.jaxpr.util import split_list, stacked
-from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.references import refuse_references_in
+from loopax._src.frontend.run_time_checks import Check, settle
 from loopax._src.frontend.trace_program import item_program
 from loopax._src.jax_internals import api_boundary, zeros
 from loopax._src.nnx.functional import freeze, thaw

@@ -12,8 +12,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from loopax._src.frontend.checks import Check, collecting, settle
 from loopax._src.frontend.options import check_callable
+from loopax._src.frontend.run_time_checks import Check, collecting, settle
 from loopax._src.jax_internals import api_boundary
 from loopax._src.nnx.functional import freeze, refuse_changes, thaw, thaw_numbered
 from loopax._src.pytrees.leaves import Spec, Static, describe, is_number, pack, stays, to_array

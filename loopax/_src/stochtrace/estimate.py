@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from loopax._src.core.jaxpr.types import differing
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.frontend.checks import Check, settle
 from loopax._src.frontend.extent import known_int
 from loopax._src.frontend.options import is_traced_int, prng_key
 from loopax._src.frontend.raising import AMOUNT
+from loopax._src.frontend.run_time_checks import Check, settle
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, positive_int, refuse_tracers

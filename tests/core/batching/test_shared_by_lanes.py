@@ -10,11 +10,11 @@ import loopax as lx
 from loopax import stochtrace
 from loopax._src.core.autodiff.sweep_transpose import linear_sweep_p
 from loopax._src.core.batching.compact_primitive import compact_vmap_p
-from loopax._src.core.effects import only_if_p
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs
+from loopax._src.core.lane_effects import only_if_p
 from loopax._src.core.masking import active_p, fill_inactive_p
 from loopax._src.core.row_buffers import VERSION, take
 from tests.support.problem import KINDS, name_of

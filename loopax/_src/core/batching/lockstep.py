@@ -17,7 +17,6 @@ from jax import lax
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.buffer_versions import buffers, read_only, returned
-from loopax._src.core.effects import acts, guarded
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
@@ -37,6 +36,7 @@ from loopax._src.core.jaxpr.util import (
     unflatten,
     weakly_cached,
 )
+from loopax._src.core.lane_effects import acts, guarded
 from loopax._src.core.masking import When, active_lanes, active_p, fill_inactive, over_lanes, pick
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 

@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 import loopax as lx
 from loopax import durable
 from loopax._src.durable.step_hash import Written, fingerprint
-from loopax._src.frontend.checks import collecting
+from loopax._src.frontend.run_time_checks import collecting
 from tests.durable.cases import same_bits
 from tests.hosts.processes import Processes
 from tests.support.reference import assert_close
@@ -365,7 +365,7 @@ def test_the_program_is_the_same_in_another_process(tmp_path: Any) -> None:
     """Which orders sets otherwise."""
     expected = run_everything(tmp_path / "whole", 6)
     run_everything(tmp_path / "run", 3)
-    with Processes("tests.durable.test_identity:run_everything", 1, 1, [tmp_path / "run", 6]) as process:
+    with Processes("tests.durable.test_stored_program:run_everything", 1, 1, [tmp_path / "run", 6]) as process:
         assert process.found() == [expected]
 
 
