@@ -9,20 +9,3 @@ from loopax._src.kinds.implicit import Implicit
 from loopax._src.kinds.reversible import Reversible
 from loopax._src.kinds.storing import Bounded, Checkpointed, Lax, Residuals
 from loopax._src.kinds.truncated import Truncated
-
-__all__ = [
-    "Auto",
-    "Bounded",
-    "Checkpointed",
-    "Derivative",
-    "DerivativeLike",
-    "Implicit",
-    "Kind",
-    "KindLike",
-    "Lax",
-    "Residuals",
-    "Reversible",
-    "Truncated",
-    "to_derivative",
-    "to_kind",
-]
