@@ -21,7 +21,7 @@ RULE_TABLES = re.compile(
 )
 # Parameters of loopax's own primitives that have no named structure: the file of the primitive reads them.
 OWN_PARAMETERS = {
-    "core/masking.py": {"batch_axes", "when", "windows", "lanes"},
+    "core/masking.py": {"batch_axes", "when", "has_limits", "lanes"},
     "core/row_buffers.py": {"lane_axes", "appends"},
 }
 FOLDERS = sorted({file.parent.relative_to(SOURCE).as_posix() for file in FILES} - {".", "core/batching/compact"})

@@ -34,24 +34,24 @@ active_p = jaxi.new_primitive("active_lanes")
 _COLUMNS = 256  # in which many lanes are searched
 
 
-def active_lanes(row: Any, *window: Any, windows: Mask, lanes: int) -> list[Any]:
-    """Which lanes have this row in their window: the one result of the primitive.
+def active_lanes(row: Any, *limits: Any, has_limits: Mask, lanes: int) -> list[Any]:
+    """Which lanes have this row within their limits: the one result of the primitive.
 
-    `window` is the limits that each lane has of its own, and `windows` says whether it has a lower one, and an upper
+    `limits` are those that each lane has of its own, and `has_limits` says whether it has a lower one, and an upper
     one. A bound that all share needs no test.
     """
     active = jnp.ones(lanes, bool)
-    if windows[0]:
-        active &= window[0] <= row
-    if windows[1]:
-        active &= row < window[-1]
+    if has_limits[0]:
+        active &= limits[0] <= row
+    if has_limits[1]:
+        active &= row < limits[-1]
     return [active]
 
 
 jaxi.register(
     active_p,
     meaning=active_lanes,
-    params=["windows", "lanes"],
+    params=["has_limits", "lanes"],
     batch=batch_if_mapped(active_p, batch_expanded(active_lanes)),
 )
 
@@ -93,8 +93,8 @@ def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
     values = dict(zip(inputs, consts, strict=True))
     for eqn in body.eqns:
         if eqn.primitive is active_p and eqn.invars[0] is row and all(atom in values for atom in eqn.invars[1:]):
-            window, windows = [values[atom] for atom in eqn.invars[1:]], eqn.params["windows"]
-            return CommonRows(jnp.max(window[0]) if windows[0] else None, jnp.min(window[-1]) if windows[1] else None)
+            limits, (has_low, has_high) = [values[atom] for atom in eqn.invars[1:]], eqn.params["has_limits"]
+            return CommonRows(jnp.max(limits[0]) if has_low else None, jnp.min(limits[-1]) if has_high else None)
     return None
 
 

@@ -58,7 +58,7 @@ PROGRAMS = [
     linear_part(lambda w: power(w, kind="bounded")),
     linear_part(jax.grad(lambda w: power(w, kind="checkpointed"))),
     lambda w: take(w * XS, 0),
-    lambda _: active_p.bind(0, COUNTS, windows=(False, True), lanes=3)[0],
+    lambda _: active_p.bind(0, COUNTS, has_limits=(False, True), lanes=3)[0],
 ]
 
 

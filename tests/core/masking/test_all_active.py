@@ -49,8 +49,8 @@ limits = st.none() | positions
 
 @settings(deadline=None, max_examples=60)
 @given(st.tuples(positions, positions), limits, limits, st.booleans(), st.sampled_from([1, 3]))
-def test_every_position_takes_its_own_step_once(window, first, behind, reverse, unroll):
-    low, high = sorted(window)
+def test_every_position_takes_its_own_step_once(limits, first, behind, reverse, unroll):
+    low, high = sorted(limits)
     walk = RowLoop(reverse, unroll)
     start, end = (high - 1, low - 1) if reverse else (low, high)
     rows = np.arange(ROWS)
@@ -59,16 +59,16 @@ def test_every_position_takes_its_own_step_once(window, first, behind, reverse, 
     np.testing.assert_array_equal(walked(walk, np.int32(start), np.int32(end), first, behind), wanted)
 
 
-@pytest.mark.parametrize("windows", [(True, True), (True, False), (False, True)])
-def test_the_rows_are_those_in_which_all_lanes_are_active(windows):
+@pytest.mark.parametrize("has_limits", [(True, True), (True, False), (False, True)])
+def test_the_rows_are_those_in_which_all_lanes_are_active(has_limits):
     low, high = np.array([1, 3, 2], np.int32), np.array([7, 9, 8], np.int32)
-    own = [x for x, keep in zip((low, high), windows, strict=True) if keep]
-    ask = lambda row, *own: active_p.bind(row, *own, windows=windows, lanes=3)
+    own = [x for x, keep in zip((low, high), has_limits, strict=True) if keep]
+    ask = lambda row, *own: active_p.bind(row, *own, has_limits=has_limits, lanes=3)
     body = trace(ask, [jax.ShapeDtypeStruct((), jnp.int32), *map(jax.typeof, own)])
     rows = common_rows(body, own)
     assert rows is not None
     for row in range(ROWS):
-        (active,) = active_lanes(jnp.int32(row), *own, windows=windows, lanes=3)
+        (active,) = active_lanes(jnp.int32(row), *own, has_limits=has_limits, lanes=3)
         np.testing.assert_array_equal(jaxpr_as_fun(body)(jnp.int32(row), *own)[0], active)
         inside = (rows.low is None or rows.low <= row) and (rows.high is None or row < rows.high)
         assert inside == bool(active.all())

@@ -352,7 +352,7 @@ def run_known(
         axes, residuals = jaxi.varying_axes(out.num_steps), jaxpr_as_fun(parts.hoisted)(*known.consts)
         consts = [retyped(x, jaxi.varying_axes(x) | axes) for x in residuals]
     operands = LinearOperands(
-        *window_walked(loop, low, high, out.num_steps),
+        *limits_walked(loop, low, high, out.num_steps),
         known=LoopInputs(
             [*consts, *select(parts.last, out.carry)], used.carry if reads_states else [], [*used.xs, *residual_rows]
         ),
@@ -365,7 +365,7 @@ def run_known(
     return Outcome(out.num_steps, out.carry, ys, select(saved_by_loop, saved), rows), operands
 
 
-def window_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
+def limits_walked(loop: Loop, low: Any, high: Any, num_steps: Any) -> tuple[Any, Any]:
     """The rows that the loop walked."""
     if not loop.predicated:
         return low, high
@@ -507,11 +507,11 @@ def _run_in_parts(
     else:
         # The second loop begins where the first ends.
         first, last = two
-        start, finish_first = _run_one(first.loop, first.plan, unknown, *first.window, first.inputs(given))
+        start, finish_first = _run_one(first.loop, first.plan, unknown, *first.limits, first.inputs(given))
         pairs = zip(start.carry, bound.loop.output_avals.carry, strict=True)
         given = given._replace(carry=[ad.UndefinedPrimal(aval) if x is None else x for x, aval in pairs])
         unknown = unknown._replace(carry=tuple(x is None for x in start.carry))
-        end, finish_last = _run_one(last.loop, last.plan, unknown, *last.window, last.inputs(given))
+        end, finish_last = _run_one(last.loop, last.plan, unknown, *last.limits, last.inputs(given))
         known = joined(bound.loop, start, end)
 
         def finish_both(inputs: LoopInputs) -> Outcome:

@@ -39,7 +39,7 @@ class Part(NamedTuple):
     start: int
 
     @property
-    def window(self) -> tuple[Any, Any]:
+    def limits(self) -> tuple[Any, Any]:
         """Its first row, and the one behind its last."""
         assert self.loop.bound is not None
         return jnp.int32(0), jnp.int32(self.loop.bound)

@@ -12,7 +12,7 @@ from typing import Any
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff import jvp
 from loopax._src.core.autodiff.dce import loop_dce, stage_all
-from loopax._src.core.autodiff.partial_eval import known_loop, prune, unknown_outputs, window_walked
+from loopax._src.core.autodiff.partial_eval import known_loop, limits_walked, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep import needs, with_inputs
 from loopax._src.core.autodiff.transpose import type_of_linear
 from loopax._src.core.batching.compact_primitive import (
@@ -127,8 +127,9 @@ def _again_in_groups(
 ) -> tuple[ClosedJaxpr, list[Any], list[int]]:
     """A program that computes these outputs of a batch in stages, its operands, and where outputs are in its results.
 
-    It has the operands of the batch, but for low and high: the window of a lane is the rows that it has walked. So the
-    program needs no predicate, each lane takes exactly the steps that it has taken, and lanes are in groups.
+    It has the operands of the batch, but for low and high: the limits of a lane are those of the rows that it has
+    walked. So the program needs no predicate, each lane takes exactly the steps that it has taken, and lanes are in
+    groups.
     """
     loop, (low, high, *leaves) = inner.static, operands
     body, uses = prune(loop, without_effects(loop.body), outputs)
@@ -143,10 +144,10 @@ def _again_in_groups(
         reporting=None,
     )
     # The end of the rows that a lane has walked, in the direction of the walk, is its own.
-    windows_mapped = (True, inner.mapped[1]) if loop.reverse else (inner.mapped[0], True)
-    values = [*window_walked(loop, low, high, num_steps), *leaves]
+    limits_mapped = (True, inner.mapped[1]) if loop.reverse else (inner.mapped[0], True)
+    values = [*limits_walked(loop, low, high, num_steps), *leaves]
     used, avals = [True, True, *flatten(uses)], list(map(type_of_linear, values))
-    mapped = tuple(select(used, (*windows_mapped, *inner.mapped[2:])))
+    mapped = tuple(select(used, (*limits_mapped, *inner.mapped[2:])))
     batch = compact_vmap_of(LOOPS, later, inner.axis, mapped, select(used, avals))
     program = trace(lambda *values: jaxpr_as_fun(batch.program)(*select(used, values)), avals)
     places = later.results(range(len(program.out_avals)))

@@ -184,7 +184,7 @@ def compact_vmap_expected(*avals: Any, **params: Any) -> Expected:
 
 # A batch of reverse sweeps that does not wait for the lane with the most rows.
 #
-# The windows of all lanes are known, for their loops have run, so lanes are sorted into groups of similar lengths.
+# The limits of all lanes are known, for their loops have run, so lanes are sorted into groups of similar lengths.
 # What their loops saved does not fit these groups: lanes that leave a batch early are in another place there. So each
 # group walks forward again, saving.
 
@@ -192,13 +192,13 @@ def compact_vmap_expected(*avals: Any, **params: Any) -> Expected:
 def _run(sweep: ReverseSweep, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch; operands are `low, high, *consts, *init, *carry, *xs`."""
     assert isinstance(sweep.lanes, Compact)
-    windows, has_lanes = mapped[:2], unflatten(sweep.backward_avals, mapped[2:])
+    has_limits, has_lanes = mapped[:2], unflatten(sweep.backward_avals, mapped[2:])
 
     def run_group(lanes: int, operands: Sequence[Any]) -> list[Any]:
         low, high, *leaves = operands
-        own, inputs = select(windows, (low, high)), unflatten(sweep.backward_avals, leaves)
+        own, inputs = select(has_limits, (low, high)), unflatten(sweep.backward_avals, leaves)
         of_group, own_avals = axis.resized(lanes, similar=lanes < axis.size), tuple(map(jax.typeof, own))
-        lockstep = lockstep_sweep(sweep, of_group, tuple(has_lanes.consts), tuple(has_lanes.xs), windows, own_avals)
+        lockstep = lockstep_sweep(sweep, of_group, tuple(has_lanes.consts), tuple(has_lanes.xs), has_limits, own_avals)
         inputs = inputs._replace(consts=[*own, *inputs.consts])
         return flatten(checkpoint_and_sweep(lockstep, *hull(low, high), inputs))
 

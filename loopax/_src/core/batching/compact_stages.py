@@ -131,9 +131,9 @@ def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[
 
 def _lanes(loop: Loop, mapped: Mask, operands: Sequence[Any]) -> tuple[Any, Any, LaneOperands]:
     low, high, *leaves = operands
-    windows, own = mapped[:2], select(mapped[:2], (low, high))
+    has_limits, own = mapped[:2], select(mapped[:2], (low, high))
     inputs = loop.inputs(mapped[2:])._replace(carry=(True,) * loop.num_carry)
-    return low, high, LaneOperands(windows, own, inputs, loop.inputs(leaves))
+    return low, high, LaneOperands(has_limits, own, inputs, loop.inputs(leaves))
 
 
 def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
@@ -146,7 +146,7 @@ def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
 
 
 def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
-    """Lanes whose windows are all that stops them."""
+    """Lanes whose limits are all that stops them."""
     low, high = operands[:2]
     num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
     groups = sum(number for number, _ in group_sizes(how, axis.size))
@@ -192,7 +192,7 @@ def _in_stages(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
             break
         # Before: lanes in the order of this stage -> After: those that go on, then those that are done
         first = high - 1 if loop.reverse else low
-        order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.windows, loop.reverse))
+        order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.has_limits, loop.reverse))
         ordered = jax.tree.map(partial(take, order=order), left, axes)
         left, done = (
             jax.tree.map(lambda x, at, part=part: lax.slice_in_dim(x, *part, axis=at), ordered, axes)

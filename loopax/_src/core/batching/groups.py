@@ -136,7 +136,7 @@ def in_groups(
     if parts == [(1, lanes)]:
         return run_group(lanes, operands)
     # Before: lanes in their order -> After: those with the most steps first, so that lanes of a group take similar
-    # numbers. Groups may have a few places more than there are lanes: these repeat a lane, whose window is empty there.
+    # numbers. Groups may have a few places more than there are lanes: these repeat a lane, which has no rows there.
     places = sum(number * size for number, size in parts)
     order = jnp.argsort(-num_steps).astype(jnp.int32)
     chosen = order if places == lanes else order[jnp.minimum(jnp.arange(places), lanes - 1)]

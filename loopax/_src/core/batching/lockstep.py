@@ -1,8 +1,7 @@
 """A batch of loops that stop at different steps, in lockstep.
 
-Lanes share the row number, so rows of xs are never gathered. A lane is active while the row is in
-its own window `low <= row < high` and its own predicate is True; the batch goes on until no lane is, or
-until no more than some are.
+Lanes share the row number, so rows of xs are never gathered. A lane is active while the row is within its own limits
+(`low <= row < high`) and its own predicate is True; the batch goes on until no lane is, or until no more than some are.
 """
 
 from collections import Counter
@@ -125,14 +124,14 @@ def step_lanes(
     return [*(old if keeps else new for keeps, old, new in zip(kept, carry, out, strict=False)), *out[len(carry) :]]
 
 
-def in_window(row: Any, window: Sequence[Any], windows: Mask, axis: Axis) -> Any:
-    """Which lanes have this row in their window."""
+def within_limits(row: Any, limits: Sequence[Any], has_limits: Mask, axis: Axis) -> Any:
+    """Which lanes have this row within their limits."""
     which = active_p.bind if axis.similar else active_lanes  # the primitive stays visible in the body
-    return which(row, *window, windows=windows, lanes=axis.size)[0]
+    return which(row, *limits, has_limits=has_limits, lanes=axis.size)[0]
 
 
 def hull(low: Any, high: Any) -> tuple[Any, Any]:
-    """The window that holds those of all lanes; empty where there are no lanes."""
+    """The limits that hold those of all lanes; empty where there are no lanes."""
     empty = jnp.zeros((), jnp.int32)
     lowest = over_lanes(jnp.min, low) if jnp.size(low) else empty
     return lowest, over_lanes(jnp.max, high) if jnp.size(high) else empty
@@ -144,24 +143,24 @@ def when_filled(body: ClosedJaxpr) -> When:
 
 
 def lanes_body(
-    closed: ClosedJaxpr, axis: Axis, windows: Mask, window_avals: tuple[Any, ...], mapped: LoopInputs
+    closed: ClosedJaxpr, axis: Axis, has_limits: Mask, limit_avals: tuple[Any, ...], mapped: LoopInputs
 ) -> ClosedJaxpr:
-    """A body (row, *consts, *carry, *xs) -> (*carry, *y) for lanes with windows of their own.
+    """A body (row, *consts, *carry, *xs) -> (*carry, *y) for lanes with limits of their own.
 
     `mapped` says which of these inputs have an axis of lanes.
     """
 
     def body(row: Any, *operands: Any) -> list[Any]:
         # Before: [row, *consts, *carry, *xs] -> After: [row, [lows], [highs], *consts, *carry, *xs]
-        window, *groups = split_list(operands, [len(window_avals), len(mapped.consts), len(mapped.carry)])
-        active, when = in_window(row, window, windows, axis), when_filled(closed)
-        return step_lanes(closed, axis, mapped, when, all(windows), active, row, LoopInputs(*groups))
+        limits, *groups = split_list(operands, [len(limit_avals), len(mapped.consts), len(mapped.carry)])
+        active, when = within_limits(row, limits, has_limits, axis), when_filled(closed)
+        return step_lanes(closed, axis, mapped, when, all(has_limits), active, row, LoopInputs(*groups))
 
     lanes = lane_avals(closed.in_avals[1:], flatten(mapped), axis)
-    return trace(body, [closed.in_avals[0], *window_avals, *lanes])
+    return trace(body, [closed.in_avals[0], *limit_avals, *lanes])
 
 
-# A batch of reverse sweeps in lockstep: lanes whose windows of rows differ share the row number, as in the loop.
+# A batch of reverse sweeps in lockstep: lanes whose limits differ share the row number, as in the loop.
 #
 # Also the check of an inverse at the end of the way back, which is that of each lane in any batch of sweeps.
 
@@ -172,18 +171,18 @@ def lockstep_sweep(
     axis: Axis,
     batched_consts: Mask,
     batched_xs: Mask,
-    windows: Mask,
-    window_avals: tuple[Any, ...],
+    has_limits: Mask,
+    limit_avals: tuple[Any, ...],
 ) -> ReverseSweep:
-    """The step for lanes with windows of their own: consts are [lows], [highs], *consts."""
+    """The step for lanes with limits of their own: consts are [lows], [highs], *consts."""
     carry, state = (True,) * sweep.num_carry, (True,) * sweep.num_state
     # Of the step, the carry and the state go from row to row; of the inverse, the state alone.
     step = LoopInputs(batched_consts, (*carry, *state), batched_xs)
     back = LoopInputs(batched_consts, state, batched_xs[: sweep.num_forward_xs])
     lanes = sweep._replace(
-        step=lanes_body(sweep.step, axis, windows, window_avals, step),
-        inverse=sweep.inverse and lanes_body(sweep.inverse, axis, windows, window_avals, back),
-        num_consts=sweep.num_consts + len(window_avals),
+        step=lanes_body(sweep.step, axis, has_limits, limit_avals, step),
+        inverse=sweep.inverse and lanes_body(sweep.inverse, axis, has_limits, limit_avals, back),
+        num_consts=sweep.num_consts + len(limit_avals),
         lanes=Lockstep(),
     )
     return with_drift_of_lanes(lanes, axis, state, (True,) * (sweep.num_carry + len(sweep.y_avals)))
@@ -235,7 +234,7 @@ class _DriftOfLanes:
 class LaneOperands(NamedTuple):
     """The operands of a batch; those that lanes have of their own have an axis of lanes, rows of xs a second one."""
 
-    windows: Mask  # whether lanes have a low and a high of their own
+    has_limits: Mask  # whether lanes have a low and a high of their own
     own: list[Any]  # these
     mapped: LoopInputs  # which other operands lanes have of their own; each leaf of the carry
     inputs: LoopInputs
@@ -250,14 +249,14 @@ def result_axes(loop: Loop, num_steps: Any, checkpoint_rows: Any, batched: LoopO
     return results._replace(carry=axes_of(results.carry), ys=axes_of(results.ys, 1), saved=axes_of(results.saved, 1))
 
 
-def goes_on(row: Any, own: Sequence[Any], windows: Mask, reverse: bool) -> Any:
+def goes_on(row: Any, own: Sequence[Any], has_limits: Mask, reverse: bool) -> Any:
     """Which lanes have rows from `row` on, also ones that have not started; True where all share a bound."""
-    if all(windows):
+    if all(has_limits):
         low, high = own
         return (low < high) & ((low <= row) if reverse else (row < high))
-    if reverse and windows[0]:
+    if reverse and has_limits[0]:
         return own[0] <= row
-    if not reverse and windows[1]:
+    if not reverse and has_limits[1]:
         return row < own[-1]
     return True
 
@@ -285,11 +284,11 @@ def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: An
 
 @weakly_cached
 def _lanes_loop(
-    loop: Loop, axis: Axis, mapped: LoopInputs, windows: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
+    loop: Loop, axis: Axis, mapped: LoopInputs, has_limits: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
 ) -> Loop:
     """The loop of a batch in lockstep, whose rows are those of all lanes: until no more than `leave` lanes go on.
 
-    In front of the consts stand the windows of the lanes (`avals[0]`): the lows, the highs, or both. In front of the
+    In front of the consts stand the limits of the lanes (`avals[0]`): the lows, the highs, or both. In front of the
     carry stand (`avals[1]`), each where there is need of it:
 
     - whether the batch goes on, if the loop has a predicate: that of the batch, as the lanes' own is the first leaf of
@@ -298,25 +297,25 @@ def _lanes_loop(
     - the number of steps of each lane, if the loop has a predicate.
     """
     refuse_collectives(loop.body, axis.name)
-    window_avals, extra = avals
-    num_windows, num_extra = len(window_avals), len(extra)
+    limit_avals, extra = avals
+    num_limits, num_extra = len(limit_avals), len(extra)
     may_discard = takes_any_step(loop)
     # A cheap step that all lanes take, also those that are done: nothing is filled, and results are dropped. What lanes
     # share is repeated, so that a derivative that is NaN in a lane that is done is masked before lanes are summed.
     when = "never" if may_discard else when_filled(loop.body)
     has_lanes = map_leaves(lambda _: True, mapped) if may_discard else mapped
     # There is a row in which no lane is active
-    # - between the windows of two lanes, if lanes have starts and ends of their own;
+    # - between the limits of two lanes, if lanes have starts and ends of their own;
     # - where all lanes that have started are done by their predicate, if lanes have starts of their own.
-    start_batched = windows[1] if loop.reverse else windows[0]
-    may_idle = all(windows) or (loop.predicated and start_batched)
+    start_batched = has_limits[1] if loop.reverse else has_limits[0]
+    may_idle = all(has_limits) or (loop.predicated and start_batched)
 
     def body(row: Any, *operands: Any) -> list[Any]:
         # Before: [row, *consts, *carry, *x] -> [*carry, *y]
         # After: [row, *own, *consts, *extra, *carry, *x] -> [*extra, *carry, *y]
         # Own are lows and highs; extra: whether the batch goes on, how many lanes do, and the steps of each.
-        own, consts, extra, carry, xs = split_list(operands, [num_windows, loop.num_consts, num_extra, loop.num_carry])
-        active = in_window(row, own, windows, axis)
+        own, consts, extra, carry, xs = split_list(operands, [num_limits, loop.num_consts, num_extra, loop.num_carry])
+        active = within_limits(row, own, has_limits, axis)
         if loop.predicated:
             active = active & carry[0]
         inputs = LoopInputs(consts, carry, xs)
@@ -326,23 +325,23 @@ def _lanes_loop(
         if not num_extra:
             return out
         # A lane that starts later is not active, and goes on: what is ahead of it decides, not its activity.
-        ahead = goes_on(row - 1 if loop.reverse else row + 1, own, windows, loop.reverse)
+        ahead = goes_on(row - 1 if loop.reverse else row + 1, own, has_limits, loop.reverse)
         taken = [extra[-1] + active.astype(jnp.int32)] if loop.predicated else []
         return [*_summary(loop, axis, leave, out, ahead), *taken, *out]
 
     row, inputs = loop.body.in_avals[0], flatten(loop.input_avals)
     consts, carry, xs = unflatten(mapped, lane_avals(inputs, flatten(mapped), axis))
-    inputs = [row, *window_avals, *consts, *extra, *carry, *xs]
+    inputs = [row, *limit_avals, *consts, *extra, *carry, *xs]
     return loop._replace(
         reporting=loop.reporting and loop.reporting._replace(counts_lanes=True),
-        inverse=loop.inverse and _lanes_inverse(loop, axis, mapped, windows, avals, inputs),
+        inverse=loop.inverse and _lanes_inverse(loop, axis, mapped, has_limits, avals, inputs),
         body=trace(body, inputs),
-        num_consts=loop.num_consts + num_windows,
+        num_consts=loop.num_consts + num_limits,
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
         lanes=Lockstep(),
         may_discard=may_discard,
-        debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_windows, num_extra),
+        debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_limits, num_extra),
     )
 
 
@@ -350,21 +349,21 @@ def _lanes_inverse(
     loop: Loop,
     axis: Axis,
     mapped: LoopInputs,
-    windows: Mask,
+    has_limits: Mask,
     avals: tuple[tuple[Any, ...], ...],
     input_avals: Sequence[Any],
 ) -> ClosedJaxpr:
     """The inverse for such lanes, with the inputs of the body: a lane that has not taken a step keeps its carry."""
     assert loop.inverse is not None
-    window_avals, extra = avals
-    walked, walked_avals = windows, window_avals
+    limit_avals, extra = avals
+    walked, walked_avals = has_limits, limit_avals
     if loop.predicated:
         # Its number of steps says which rows a lane with a predicate has walked.
         walked, walked_avals = (True, True), (extra[-1], extra[-1])
     back = jaxpr_as_fun(lanes_body(loop.inverse, axis, walked, walked_avals, mapped))
 
     def body(row: Any, *operands: Any) -> list[Any]:
-        sizes = [len(window_avals), loop.num_consts, len(extra), loop.num_carry]
+        sizes = [len(limit_avals), loop.num_consts, len(extra), loop.num_carry]
         own, consts, extra_after, carry, xs = split_list(operands, sizes)
         if not loop.predicated:
             return [*extra_after, *back(row, *own, *consts, *carry, *xs)]
@@ -382,18 +381,18 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
     Lanes with a predicate stop when no more than `leave` of them go on.
     """
     extra, own_start = [], int(loop.reverse)
-    if loop.predicated and loop.inverse is not None and not lanes.windows[own_start]:
+    if loop.predicated and loop.inverse is not None and not lanes.has_limits[own_start]:
         # The inverse counts the steps of a lane from its first row, which is then its own: `low`, or `high` in reverse.
-        windows = tuple(own or place == own_start for place, own in enumerate(lanes.windows))
+        has_limits = tuple(own or place == own_start for place, own in enumerate(lanes.has_limits))
         start = jnp.broadcast_to(high if loop.reverse else low, (axis.size,))
-        lanes = lanes._replace(windows=windows, own=[*lanes.own, start] if loop.reverse else [start, *lanes.own])
+        lanes = lanes._replace(has_limits=has_limits, own=[*lanes.own, start] if loop.reverse else [start, *lanes.own])
     if loop.predicated or loop.reporting is not None:
-        ahead = goes_on(high - 1 if loop.reverse else low, lanes.own, lanes.windows, loop.reverse)
+        ahead = goes_on(high - 1 if loop.reverse else low, lanes.own, lanes.has_limits, loop.reverse)
         extra = _summary(loop, axis, leave, lanes.inputs.carry, ahead)
     if loop.predicated:
         extra.append(fill_axis(axis, jaxi.vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
-    batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.windows, avals, leave)
+    batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.has_limits, avals, leave)
     consts, carry, xs = lanes.inputs
     out = run(batch, low, high, [*lanes.own, *consts], [*extra, *carry], xs)
     extra, carry = split_list(out.carry, [len(extra)])

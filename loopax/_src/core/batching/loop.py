@@ -113,8 +113,8 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     """
     sweep, axis = ReverseSweep(**params), Axis.of(axis_data)
     low, high, checkpoint_rows, *leaves = operands
-    windows, (is_saved_apart,), mapped = is_batched(dims[:2]), is_batched(dims[2:3]), sweep.operands(dims[3:])
-    differ = any(windows)
+    has_limits, (is_saved_apart,), mapped = is_batched(dims[:2]), is_batched(dims[2:3]), sweep.operands(dims[3:])
+    differ = any(has_limits)
     has_lanes = map_leaves(lambda d: d is not None, mapped)
     batched, ys = sweep_fixpoint(sweep, has_lanes.inputs(either(has_lanes.init, has_lanes.saved)), typed=False)
     if differ or collective_over(sweep.step, axis.name):
@@ -133,11 +133,11 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
     given = _with_lanes(axis, sweep.operands(leaves), mapped, SweepOperands.of(batched), (0, 0, 1, 0, 1))
     if isinstance(sweep.lanes, Compact) and differ:
         values = [low, high, *flatten(given.inputs(given.init))]
-        return _gathered(SWEEPS, sweep, axis, (*windows, *flatten(batched)), values)
-    own = select(windows, (low, high))
+        return _gathered(SWEEPS, sweep, axis, (*has_limits, *flatten(batched)), values)
+    own = select(has_limits, (low, high))
     if differ:
         own_avals = tuple(map(jax.typeof, own))
-        lanes = lockstep.lockstep_sweep(sweep, axis, tuple(batched.consts), tuple(batched.xs), windows, own_avals)
+        lanes = lockstep.lockstep_sweep(sweep, axis, tuple(batched.consts), tuple(batched.xs), has_limits, own_avals)
         low, high = lockstep.hull(low, high)
     else:
         lanes = _uniform_sweep(sweep, axis, batched, ys)
@@ -186,10 +186,10 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     """
     loop, axis = Loop(**params), Axis.of(axis_data)
     low, high, *leaves = operands
-    windows, mapped = is_batched(dims[:2]), loop.inputs(dims[2:])
+    has_limits, mapped = is_batched(dims[:2]), loop.inputs(dims[2:])
     batched = map_leaves(lambda d: d is not None, mapped)
     outputs = _batched_outputs(loop, axis_data, batched)
-    differ = any(windows) or (loop.predicated and outputs.carry[0])
+    differ = any(has_limits) or (loop.predicated and outputs.carry[0])
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
     if differ:
         mixing = kept_together(loop.lanes, loop.body)
@@ -214,12 +214,12 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     if lockstep.takes_any_step(loop):
         rows = jnp.int32(0), jnp.int32(1)
     elif isinstance(loop.lanes, Compact):  # of a step that all lanes take, a select costs less than to gather them
-        return _gathered(LOOPS, loop, axis, (*windows, *flatten(batched)), [low, high, *flatten(given)])
+        return _gathered(LOOPS, loop, axis, (*has_limits, *flatten(batched)), [low, high, *flatten(given)])
     elif loop.bound == 1:
         rows = jnp.int32(0), over_lanes(jnp.any, low < high).astype(jnp.int32)  # bools are searched faster than numbers
     else:
         rows = lockstep.hull(low, high)
-    lanes = lockstep.LaneOperands(windows, select(windows, (low, high)), batched, given)
+    lanes = lockstep.LaneOperands(has_limits, select(has_limits, (low, high)), batched, given)
     out, num_steps = lockstep.run_lanes(loop, axis, *rows, lanes)
     if num_steps is None:
         num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))

@@ -118,8 +118,8 @@ class LinearOperands(NamedTuple):
     def leaves(self) -> list[Any]:
         """The flat list."""
         consts, carry, xs = self.known
-        window = [self.low, self.high]
-        return [*window, *consts, *carry, *self.saved, *self.checkpoint_rows, *xs, *flatten(self.linear)]
+        limits = [self.low, self.high]
+        return [*limits, *consts, *carry, *self.saved, *self.checkpoint_rows, *xs, *flatten(self.linear)]
 
 
 linear_loop_p = new_primitive("linear_loop")

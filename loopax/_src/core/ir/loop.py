@@ -311,7 +311,7 @@ def loop_abstract_eval(low: Any, high: Any, *operands: Any, **params: Any) -> tu
 def loop_dependence(eqn: Any) -> list[int]:
     """Which operands each result depends on: exact, so that the primal part of an inner loop stays known.
 
-    All results depend on the window, and on the predicate where there is one: these decide on the number of steps.
+    All results depend on low and high, and on the predicate where there is one: these decide on the number of steps.
     """
     loop = Loop(**eqn.params)
     low, high, *leaves = (1 << i for i in range(len(eqn.invars)))

@@ -263,10 +263,10 @@ def sweep_expected(*avals: Any, **params: Any) -> Expected:
     yield from checkpoints_expected(sweep.forward_avals.state, given.saved, rows, sweep.saving, sweep.bound)
 
 
-def step_expected(sweep: ReverseSweep, window: Sequence[Any], given: SweepInputs) -> Expected:
+def step_expected(sweep: ReverseSweep, limits: Sequence[Any], given: SweepInputs) -> Expected:
     """The types that the step of a sweep takes, which must fit its results."""
     expected, returned = sweep.backward_avals, sweep.step_outputs(sweep.step.out_avals)
-    yield from numbers_expected("low and high", window)
+    yield from numbers_expected("low and high", limits)
     yield "consts", expected.consts, given.consts
     yield "init", expected.state, given.state
     yield "states that the step returns", expected.state, returned.state
