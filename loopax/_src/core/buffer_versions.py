@@ -6,7 +6,7 @@ leaf that comes in to the one that goes out. So
 
 - a batch need not choose between the old and the new array where a lane has finished: that lane does not write;
 - what is *appended* is not changed again, so every version holds the same rows as the last one, as far as it has been
-  written. Reverse mode stores no version: it reads the last (`frozen`).
+  written. Reverse mode stores no version: it reads the last (`body_of_last_versions`).
 """
 
 import typing
@@ -239,7 +239,7 @@ def chained(closed: ClosedJaxpr) -> Callable[..., tuple[list[Any], list[Any]]]:
 # ---- the last version in the place of all
 
 
-def frozen_body(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr:
+def body_of_last_versions(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> ClosedJaxpr:
     """A body that is given the last versions of what is appended to, leaves of its carry, and writes nothing.
 
     It is (row, *consts, *last versions, *rest of the carry, *x) -> (*rest of the carry, *y).
@@ -247,12 +247,12 @@ def frozen_body(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> Close
     carry = range(1 + sizes[0], 1 + sizes[0] + len(is_last))
     places = [i for i, flag in zip(carry, is_last, strict=True) if flag]
 
-    def frozen(*values: Any) -> list[Any]:
+    def reads_last(*values: Any) -> list[Any]:
         last = {id(values[i]) for i in places}
-        return evaluate(body, values, lambda eqn, operands: _frozen_equation(last, eqn, operands))
+        return evaluate(body, values, lambda eqn, operands: _equation_of_last_versions(last, eqn, operands))
 
     # Before: (row, *consts, *carry, *x) -> (*carry, *y)
-    closed = trace(frozen, body.in_avals)
+    closed = trace(reads_last, body.in_avals)
     inputs, outputs = closed.invars, closed.outvars
     last, rest = [inputs[i] for i in places], [inputs[i] for i in carry if i not in places]
     changed = [out for out, flag in zip(outputs, is_last, strict=False) if not flag]
@@ -262,7 +262,7 @@ def frozen_body(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask) -> Close
     return dce(closed, [True] * len(closed.out_avals), True)[0]
 
 
-def _frozen_equation(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[Any]:
+def _equation_of_last_versions(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[Any]:
     mask = [id(x) in last for x in operands]
     if not any(mask):
         return bind_again(eqn, operands)
@@ -275,7 +275,7 @@ def _frozen_equation(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[
         return bind_again(eqn, operands)
     loop = Loop(**eqn.params)
     inputs, is_last = loop.inputs(operands[2:]), tuple(loop.inputs(mask[2:]).carry)
-    slim = _frozen_loop(loop, is_last)
+    slim = _loop_of_last_versions(loop, is_last)
     # Before: [low, high, *consts, *all of the carry, *xs]
     # After: [low, high, *consts, *last versions, *rest of the carry, *xs]
     carry = [*select(is_last, inputs.carry), *reject(is_last, inputs.carry)]
@@ -285,9 +285,9 @@ def _frozen_equation(last: set[int], eqn: Any, operands: list[Any]) -> Sequence[
 
 
 @weakly_cached
-def _frozen_loop(loop: Loop, is_last: Mask) -> Loop:
+def _loop_of_last_versions(loop: Loop, is_last: Mask) -> Loop:
     return loop._replace(
-        body=frozen_body(loop.body, [loop.num_consts, loop.num_carry], is_last),
+        body=body_of_last_versions(loop.body, [loop.num_consts, loop.num_carry], is_last),
         num_consts=loop.num_consts + sum(is_last),
         num_carry=loop.num_carry - sum(is_last),
         saved=tuple(reject(is_last, loop.saved)) if loop.saved else (),

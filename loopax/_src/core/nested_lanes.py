@@ -22,7 +22,7 @@ from loopax._src.core.batching.groups import run_function
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import Loop, Outcome, asked_as, loop_p, run
 from loopax._src.core.ir.plan import EveryResidual
-from loopax._src.core.jaxpr.types import settled
+from loopax._src.core.jaxpr.types import trace_carrying
 from loopax._src.core.jaxpr.util import (
     INDEX,
     MOST_STEPS,
@@ -265,7 +265,7 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
         leaves, (low, high), own_consts, xs = split_list(values, [len(state), 2, len(consts)])
         return jax.tree.leaves(Machine(loop, inner, low, high, own_consts, xs).step(treedef.unflatten(leaves)))
 
-    body = settled(step, INDEX, state, operands)
+    body = trace_carrying(step, INDEX, state, operands)
     # Before: [row, *state, *operands] -> After: [row, *operands, *state]
     row, *inputs = body.invars
     inner_bound = inner.loop.bound

@@ -14,7 +14,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.jvp import jvp_loop, refuse_effects, split_pairs, tangents_of_results, tangents_or_zeros
 from loopax._src.core.autodiff.planning import in_two, joined, plan_of
 from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_linear
-from loopax._src.core.buffer_versions import buffers, frozen_body, keep_rows
+from loopax._src.core.buffer_versions import body_of_last_versions, buffers, keep_rows
 from loopax._src.core.ir.annotations import DebugInfo, strip_progress_of_params, without_effects
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.linear_loop import LinearLoop, LinearOperands, linear_loop_p
@@ -119,10 +119,10 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     last = tuple(reject_each(unknown, read_last).carry)
     if any(is_last):
         sizes, of_used = [sum(uses.consts), sum(uses.carry)], tuple(select_each(uses, read_last).carry)
-        body = frozen_body(body, sizes, of_used)
+        body = body_of_last_versions(body, sizes, of_used)
         if inverse is not None:  # is none where it does more than read their rows
             unchanged = keep_rows(inverse, range(1 + sizes[0], 1 + sum(sizes)))
-            inverse = frozen_body(inverse, sizes, of_used) if all(select(of_used, unchanged)) else None
+            inverse = body_of_last_versions(inverse, sizes, of_used) if all(select(of_used, unchanged)) else None
         uses = uses._replace(carry=tuple(map(and_, uses.carry, invert(is_last))))
 
     linear_consts, linear_carry, linear_xs = map(tuple, select_each(uses, unknown))

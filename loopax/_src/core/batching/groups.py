@@ -16,7 +16,7 @@ from loopax._src.core.ir.kind import Decided, Kind
 from loopax._src.core.ir.lanes import Compact, group_sizes
 from loopax._src.core.ir.loop import Loop, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
-from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_gathering, settled
+from loopax._src.core.jaxpr.types import Axis, axes_of, is_batched, refuse_gathering, trace_carrying
 from loopax._src.core.jaxpr.util import (
     INDEX,
     MOST_STEPS,
@@ -46,7 +46,7 @@ def run_function(
     `asked`: the kind, and what else is as in `asked_as`.
     """
     rows = [jaxi.mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
-    opened, closed_over = open_constants(settled(function, INDEX, list(map(jax.typeof, carry)), rows))
+    opened, closed_over = open_constants(trace_carrying(function, INDEX, list(map(jax.typeof, carry)), rows))
     # Before: [*closed over, row, *carry, *x] -> After: [row, *closed over, *carry, *x]
     consts, (row, *rest) = split_list(opened.invars, [len(closed_over)])
     carry = list(map(vary_like, carry, opened.out_avals))

@@ -27,7 +27,7 @@ from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.plan import Saving
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
-from loopax._src.core.jaxpr.types import Axes, Expected, apart, differing, numbers_expected, rows_expected, varying
+from loopax._src.core.jaxpr.types import Axes, Expected, differing, localized, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
@@ -217,7 +217,7 @@ class BoundLoop(NamedTuple):
         fixed = unchanged(loop)
         slim = _hoisted(loop, fixed) if any(fixed) else loop
         axes = _differing(slim, low, high, flatten(_with_fixed_as_consts(inputs, fixed)))
-        return cls(_apart(slim, axes) or slim if axes else slim, fixed, axes)
+        return cls(_localized(slim, axes) or slim if axes else slim, fixed, axes)
 
     def inputs(self, inputs: LoopInputs) -> LoopInputs:
         """Its operands from those of the loop."""
@@ -239,10 +239,10 @@ def _differing(loop: Loop, low: Any, high: Any, operands: Sequence[Any]) -> Axes
 
 
 @weakly_cached
-def _apart(loop: Loop, axes: Axes) -> Loop | None:
+def _localized(loop: Loop, axes: Axes) -> Loop | None:
     """The loop for such devices; None: it is one."""
-    body = apart(loop.body, axes)
-    inverse = loop.inverse and (apart(loop.inverse, axes) or loop.inverse)
+    body = localized(loop.body, axes)
+    inverse = loop.inverse and (localized(loop.inverse, axes) or loop.inverse)
     return body and loop._replace(body=body, inverse=inverse)
 
 

@@ -30,7 +30,7 @@ from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import Loop, LoopOutputs, checkpoints_expected, run, traversal
 from loopax._src.core.ir.plan import Plan, Saving, with_known_length
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
-from loopax._src.core.jaxpr.types import Axes, Expected, apart, differing, numbers_expected, rows_expected, varying
+from loopax._src.core.jaxpr.types import Axes, Expected, differing, localized, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import flatten, grouped, stacked, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
 
@@ -189,8 +189,8 @@ def as_bound(sweep: ReverseSweep, low: Any, high: Any, checkpoint_rows: Any) -> 
     """The sweep as it is bound, whose operands vary over these axes: devices take different numbers of steps."""
     axes = differing([low, high, checkpoint_rows])
     if axes:
-        inverse = sweep.inverse and (apart(sweep.inverse, axes) or sweep.inverse)
-        sweep = sweep._replace(step=apart(sweep.step, axes) or sweep.step, inverse=inverse)
+        inverse = sweep.inverse and (localized(sweep.inverse, axes) or sweep.inverse)
+        sweep = sweep._replace(step=localized(sweep.step, axes) or sweep.step, inverse=inverse)
     return sweep, axes
 
 

@@ -235,7 +235,7 @@ def varying(values: Sequence[Any], axes: Axes) -> list[Any]:
     return [x if ad.is_undefined_primal(x) else jaxi.vary(x, axes - jaxi.varying_axes(x)) for x in values]
 
 
-def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest: Sequence[Any]) -> ClosedJaxpr:
+def trace_carrying(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest: Sequence[Any]) -> ClosedJaxpr:
     """Trace `step(row, *carry, *rest) -> (*carry, *y)`, all given as types.
 
     The carry varies from the start over the axes over which it comes to vary.
@@ -254,7 +254,7 @@ def settled(step: Callable[..., list[Any]], row: Any, carry: Sequence[Any], rest
 
 
 @weakly_cached
-def apart(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
+def localized(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
     """A body (row, *operands) for devices that take different numbers of steps; None: this one is.
 
     All that it takes and returns varies over these axes, and nothing in it communicates over them.
