@@ -82,8 +82,8 @@ class Devices:
         sharding = self._sharding_like(x, at, divided=len(order) % self.number == 0)
         if self._is_explicit:  # `out_sharding` would do, but not in a derivative: JAX's transpose raises
             whole = jax.reshard(x, self._sharding_like(x, at, divided=False))
-            return jax.reshard(take(whole, order, at, unique=False), sharding)
-        return lax.with_sharding_constraint(take(x, order, at, unique=False), sharding)
+            return jax.reshard(take(whole, at, order, unique=False), sharding)
+        return lax.with_sharding_constraint(take(x, at, order, unique=False), sharding)
 
     @property
     def _is_explicit(self) -> bool:
