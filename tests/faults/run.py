@@ -32,9 +32,11 @@ ROOT = HERE.parents[1]
 NOTICED = HERE / "noticed.toml"
 PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
 PARALLEL = ("-n", "3", "--dist", "worksteal")
-FAILED = re.compile(r"(FAILED|ERROR) (?P<test>(tests|loopax)/\S+)")  # as workers report it
-STARTED = re.compile(r"(?P<test>tests/\S+::\S+) *$")
-PASSED = re.compile(r"(PASSED|SKIPPED|XFAIL) (?P<test>tests/\S+)")
+# Lines of pytest and of its workers; in brackets, the name of a test may hold spaces.
+TEST = r"(?P<test>(tests|loopax)/\S+?\.py(::[\w.]+)*(\[.*?\])?)"
+FAILED = re.compile(rf"(FAILED|ERROR) {TEST}(?= - |\s*$)")
+STARTED = re.compile(rf"{TEST} *$")
+PASSED = re.compile(rf"(PASSED|SKIPPED|XFAIL) {TEST}\s*$")
 MOST_SILENT_SECONDS = 150  # more than any one test takes
 IGNORED = ("--ignore", "tests/project/test_faults.py")  # which holds that the fault can be applied: here it has been
 
