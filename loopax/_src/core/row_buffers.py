@@ -6,11 +6,11 @@ read, and nothing is written)::
     get(rows, place, active)  -> rows[place], rows
     put(rows, place, row)     -> rows with rows[place] = row
     add(rows, place, row)     -> rows with rows[place] += row
-    take(rows, place)         -> rows[place], rows with rows[place] = 0
+    take_out(rows, place)     -> rows[place], rows with rows[place] = 0
     view(rows, active)        -> rows, rows
 
-The transpose of `get` is `add`, that of `put` is `take`, and the other way round; the transpose of `view` adds whole
-arrays. `get` and `view` return the array as well, so that a loop's body uses each version of it once
+The transpose of `get` is `add`, that of `put` is `take_out`, and the other way round; that of `view` adds whole arrays.
+`get` and `view` return the array as well, so that a loop's body uses each version of it once
 (`core/buffer_versions.py`). Its cotangent then has versions in the opposite order, and is changed in place as well: the
 gradient of a step costs the same whatever the capacity.
 
@@ -54,9 +54,9 @@ def add(rows: Any, place: Any, row: Any, lane_axes: int = 0) -> Any:
     return add_p.bind(rows, place, row, lane_axes=lane_axes)[0]
 
 
-def take(rows: Any, place: Any, lane_axes: int = 0) -> tuple[Any, Any]:
+def take_out(rows: Any, place: Any, lane_axes: int = 0) -> tuple[Any, Any]:
     """The row at a place, and the array without it."""
-    return take_p.bind(rows, place, lane_axes=lane_axes)
+    return take_out_p.bind(rows, place, lane_axes=lane_axes)
 
 
 def view(rows: Any, active: Any = np.True_) -> tuple[Any, Any]:
@@ -139,7 +139,7 @@ def _add_one(rows: Any, place: Any, row: Any, is_alone: bool) -> Any:
 
 
 @_over_lanes
-def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
+def _take_out(rows: Any, place: Any, is_alone: bool) -> list[Any]:
     if rows.shape[0] == 0:
         return [_read(rows, place), rows]
     # What is written is made of what was read: XLA on a CPU copies the array where it may write before it reads.
@@ -158,11 +158,11 @@ def _take(rows: Any, place: Any, is_alone: bool) -> list[Any]:
 get_p = jaxi.new_primitive("buffer_get")
 put_p = jaxi.new_primitive("buffer_put")
 add_p = jaxi.new_primitive("buffer_add")
-take_p = jaxi.new_primitive("buffer_take")
+take_out_p = jaxi.new_primitive("buffer_take_out")
 view_p = jaxi.new_primitive("buffer_view")
 
 # Which result of an operation is the array.
-VERSION = {get_p: 1, put_p: 0, add_p: 0, take_p: 1, view_p: 1}
+VERSION = {get_p: 1, put_p: 0, add_p: 0, take_out_p: 1, view_p: 1}
 
 
 def operands_where(active: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -204,11 +204,11 @@ def _transpose_write(
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [None, None, None]
-    ct_row, ct_rows = get(ct, place, lane_axes=lane_axes) if appends else take(ct, place, lane_axes)
+    ct_row, ct_rows = get(ct, place, lane_axes=lane_axes) if appends else take_out(ct, place, lane_axes)
     return [ct_rows if ad.is_undefined_primal(rows) else None, None, ct_row if ad.is_undefined_primal(row) else None]
 
 
-def _transpose_take(cts: Sequence[Any], _: Any, place: Any, lane_axes: int) -> list[Any]:
+def _transpose_take_out(cts: Sequence[Any], _: Any, place: Any, lane_axes: int) -> list[Any]:
     """Write the row's cotangent at `place` in the array's cotangent: the zeros there depend on nothing."""
     ct_row, ct_rows = cts
     return [put(written_out(ct_rows), place, written_out(ct_row), lane_axes), None]
@@ -266,7 +266,7 @@ for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
     (get_p, _get_where_active, ["lane_axes"], [0], _transpose_get, batch_if_mapped(get_p, _batch_get)),
     (put_p, _put, ["lane_axes", "appends"], [0, 2], _transpose_write, batch_in_front(put_p, "lane_axes")),
     (add_p, _add, ["lane_axes"], [0, 2], _transpose_write, batch_in_front(add_p, "lane_axes")),
-    (take_p, _take, ["lane_axes"], [0], _transpose_take, batch_in_front(take_p, "lane_axes")),
+    (take_out_p, _take_out, ["lane_axes"], [0], _transpose_take_out, batch_in_front(take_out_p, "lane_axes")),
     (view_p, lambda rows, _: [rows, rows], [], [0], _transpose_view, batch_if_mapped(view_p, _batch_view)),
 ):
     jaxi.register(
@@ -283,6 +283,6 @@ dependence_rules[get_p] = lambda _: [0b111, 0b001]
 dependence_rules[view_p] = lambda _: [0b11, 0b01]
 
 # Of the array, one row is computed.
-computed[get_p] = computed[take_p] = lambda eqn: eqn.outvars[:1]
+computed[get_p] = computed[take_out_p] = lambda eqn: eqn.outvars[:1]
 computed[put_p] = computed[add_p] = lambda eqn: eqn.invars[2:3]
 jointly_linear.update((put_p, add_p))

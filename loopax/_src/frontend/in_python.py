@@ -16,7 +16,7 @@ from loopax._src.core.ir.annotations import UNKNOWN
 from loopax._src.core.jaxpr.util import put_rows, stacked
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.steps import first_condition
-from loopax._src.frontend.trace import Findings, FirstCondition, Step, Taken, promoting, take
+from loopax._src.frontend.trace import Findings, FirstCondition, Step, Taken, promoting, take_step
 from loopax._src.jax_internals import keep_bits, of_weak_type, value_now, zeros
 from loopax._src.nnx.functional import clear_errors
 from loopax._src.progress import Reporter
@@ -97,7 +97,7 @@ class PythonSteps:
             x = [keep_bits(partial(lax.index_in_dim, index=row, keepdims=False), x) for x in self.xs]
 
             def one(init: Any, arrays: list[Any], spec: Spec) -> tuple[Taken, Spec]:
-                return take(step, jnp.int32(row), extras, init, arrays, spec, x, self.x_rows), spec  # noqa: B023
+                return take_step(step, jnp.int32(row), extras, init, arrays, spec, x, self.x_rows), spec  # noqa: B023
 
             arrays = [of_weak_type(x, aval) for x, aval in zip(self.carry, self.spec.avals, strict=True)]
             with clear_errors(f"{step.where} changes"):

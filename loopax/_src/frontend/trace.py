@@ -197,7 +197,7 @@ def traced_once(functions: Sequence[Any], key: Hashable, trace_now: Callable[[],
     return traced
 
 
-def take(
+def take_step(
     step: Step,
     row: Any,
     extras: Sequence[Any],
@@ -243,7 +243,7 @@ def _trace_now(
         nonlocal row_spec
         given, arrays, x_arrays = split_list(operands, [len(extras), len(spec.avals)])
         with collecting() as (checks, _):
-            taken = take(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
+            taken = take_step(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
         flags: dict[str, Any] = {}  # where any of the checks with this text fails
         for check in checks:
             flags[check.text] = jnp.any(check.failed) | flags.get(check.text, False)
