@@ -8,6 +8,8 @@ from loopax._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from loopax._src.public import *  # noqa: F403
+
+    __all__: list[str]
 else:
 
     def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs
 from loopax._src.core.lane_effects import only_if_p
 from loopax._src.core.masking import active_p, fill_inactive_p
-from loopax._src.core.row_buffers import VERSION, take
+from loopax._src.core.row_buffers import VERSION, take_out
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
 
@@ -57,7 +57,7 @@ PROGRAMS = [
     lambda w: jax.vmap(lambda n: power(w, n, lanes="compact"))(COUNTS),
     linear_part(lambda w: power(w, kind="bounded")),
     linear_part(jax.grad(lambda w: power(w, kind="checkpointed"))),
-    lambda w: take(w * XS, 0),
+    lambda w: take_out(w * XS, 0),
     lambda _: active_p.bind(0, COUNTS, has_limits=(False, True), lanes=3)[0],
 ]
 
