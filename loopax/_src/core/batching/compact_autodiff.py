@@ -2,8 +2,8 @@
 
 Forward mode is the batch of the loop on pairs. Reverse mode lets the known part run in stages, storing nothing. The
 numbers of steps are known then, so the linear part is that of lanes in groups: each group walks forward once more,
-storing what its kind says, and in the end back. Stages would have to store what they pass, each in its own way, and
-compile as many forward and backward loops as there are stages.
+storing what its kind says, and in the end back. If stages stored for the gradient, each stage would need a store of
+its own, a forward loop and a backward loop.
 """
 
 from collections.abc import Sequence

@@ -37,9 +37,9 @@ class Reporting(NamedTuple):
 
     reporter: Any
     counts_lanes: bool = False  # a leaf of the carry, behind the predicate, is the number of lanes that go on
-    runs: int = 1  # so many loops are reported as one: a batch that is run in parts
-    lanes: int = 0  # where these parts are groups of lanes: of all groups
-    size: int = 0  # and of this one
+    runs: int = 1  # a batch that is run in parts is reported as one loop: the number of its parts
+    lanes: int = 0  # if the parts are groups of lanes: the number of lanes in all groups together
+    size: int = 0  # the number of lanes in this group
 
 
 class Reports(NamedTuple):

@@ -111,7 +111,7 @@ class Loop(NamedTuple):
         return out._replace(num_steps=out.num_steps[0])
 
     def results_from(self, num_steps: Any, outputs: LoopOutputs, checkpoint_rows: Any) -> "Outcome":
-        """What stands for each result, from what stands for the outputs of the body: a saved carry is a carry."""
+        """By name, from the outputs of the body: what is so of a leaf of the carry is so of its saved ones."""
         carry, ys = map(list, outputs)
         return Outcome(num_steps, carry, ys, self.saved_of(carry), [checkpoint_rows] if self.saving else [])
 
@@ -357,9 +357,9 @@ def checkpoints_expected(
 
 # The inverse of a step: a body that walks back, (row, *consts, *carry after the step, *x) -> carry before it.
 #
-# A kind may bring one (`Kind.inverse`). It has the inputs of the body, and is rewritten wherever the body is. Whether
-# a leaf of the carry has a tangent, an axis of lanes or an unknown value is decided for both bodies together. So a
-# part of a loop holds all that its inverse reads.
+# A kind may bring one (`Kind.inverse`). The inverse has the inputs of the body, and each rule rewrites both. A rule
+# marks the leaves of the carry that have tangents, have lanes, or are unknown. If the body or the inverse needs the
+# mark of a leaf, the leaf has it. So a part of a loop holds all that its inverse reads.
 #
 # The inverse of a loop that is not yet bound may have more inputs: a row of a tape (`core/buffer_versions.py`).
 

@@ -19,7 +19,7 @@ from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fu
 # stored.
 
 
-# If more is handed over than so many times the state, leaving out what can be recomputed will not make it fit.
+# A record of more than so many times the bytes of the state cannot be made small enough by recomputing some of it.
 MANY = 4
 
 
