@@ -44,6 +44,11 @@ def test_gradients(kind, reverse):
     assert_close(gradient(kind, reverse), expected_gradient(reverse))
 
 
+def test_the_second_loop_has_the_indices_of_its_steps():
+    loop = lambda kind: lambda h: lx.fori_loop(0, 20, lambda i, h: jnp.tanh(WEIGHTS @ h + 0.1 * i), h, kind=kind).sum()
+    assert_close(*(jax.jit(jax.value_and_grad(loop(kind)))(STATE) for kind in (MANY, OTHER)))
+
+
 def test_it_is_made_of_two_loops():
     linear = jax.make_jaxpr(lambda h: jax.linearize(lambda h: program(MANY)(h, WEIGHTS, XS), h)[1](h))(STATE)
     assert [eqn.params["bound"] for eqn in linear.jaxpr.eqns if eqn.primitive is linear_loop_p] == [6, 14]
