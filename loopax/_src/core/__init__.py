@@ -19,7 +19,6 @@ from loopax._src.core.ir.kind import (
     checked_kind,
     kept,
     run_by,
-    runs_plainly,
 )
 from loopax._src.core.ir.loop import BoundLoop, Loop, LoopInputs, Outcome, run
 from loopax._src.core.ir.plan import (

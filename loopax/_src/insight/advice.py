@@ -102,7 +102,7 @@ def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
         return None, ""
     try:
         pair, inputs, _ = jvp_loop(loop, LoopInputs(*map(tuple, given)))
-        # Of each group, primals are known; of tangents behind them, those are unknown that are perturbed at the start.
+        # Before: which inputs are perturbed. After: which of the loop on pairs are unknown: no primals, these tangents.
         groups = zip(inputs, given, strict=True)
         unknown = LoopInputs(*((*(False for _ in mask), *select(mask, of)) for mask, of in groups))
         plan = plan_of(pair, unknown, partial_eval)

@@ -69,7 +69,7 @@ def _budget(
             f"{operator.size} elements. Give at most {operator.size * least}; the {operator.size} products with unit "
             "vectors give the trace exactly."
         )
-    # The number of samples at which it ends, which may be known at run time alone.
+    # Before: a number of products. After: the number of samples at which it ends, perhaps known at run time alone.
     limit, known = capacity, known_int(num_matvecs)
     if known is not None:
         if not least <= known <= most:

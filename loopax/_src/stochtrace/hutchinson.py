@@ -106,7 +106,7 @@ class Hutchinson(Estimator):
         are_signs = self.probes == "rademacher" and not jnp.iscomplexobj(estimate.value) and products.size > 1
         if not are_signs:
             return estimate
-        # An infinite standard error where too few samples are equal, but for rounding errors.
+        # Before: the standard error of the samples. After: infinity where few are equal but for rounding errors.
         rounding = jnp.finfo(estimate.value.dtype).eps * jnp.abs(estimate.value)
         are_equal = moments[0].squares <= count.astype(rounding.dtype) * rounding**2
         says_nothing = are_equal & (count < LEAST_EQUAL_SAMPLES)

@@ -79,6 +79,7 @@ class SketchEstimator(Estimator):
             def with_rows(old: Rows, new: Rows) -> Rows:
                 return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(is_new[:, None], new, 0), start, 0)
 
+            # Before: rows up to `start`. After: those of this batch, too: in the basis, orthonormal to all before them.
             sample = partial(draw, self.probes, key, size=products.size, dtype=products.dtype)
             probes = sample(numbers)
             others = sample(-1 - numbers) if self._has_others else probes[:0]

@@ -315,7 +315,7 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     consts, init, carry, xs = given.known
     rows = [*xs, *select(nonzero_ys, cts.ys)]
     if _cotangents_of_carry(sweep, nonzero_ys)[1]:
-        # The known carry before every backward step, as rows.
+        # Before: (...) -> (*carry, *states, *ys). After: the same, and the known carry before the step as more ys.
         if sweep.bound is None:
             raise ValueError(
                 "reverse mode is taken twice through a loop that has no bound, and whose body calls a `jax.custom_vjp` "

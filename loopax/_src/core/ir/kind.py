@@ -377,11 +377,6 @@ def run_by(derivative: Derivative, call: LoopCall) -> Outcome:
     return out
 
 
-def runs_plainly(kind: Kind) -> bool:
-    """Whether a kind runs a loop as it is, and adds no checks."""
-    return type(kind)._run is Kind._run
-
-
 def _misfits(group: str, got: Any, wanted: Sequence[Any], names: Sequence[str]) -> list[str]:
     """A line for each array that is not of the type that it should have; `names` are paths in the user's pytrees."""
     if not isinstance(got, list | tuple) or len(got) != len(wanted):

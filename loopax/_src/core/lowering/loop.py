@@ -54,7 +54,7 @@ def run_saving(
         remain = walk.distance(saver.state.position, end) > 0
         return remain & saver.state.carry[0] if loop.predicated else remain
 
-    # Walk in stretches, and save the carry before each where the schedule says.
+    # Before: a row whose carry is to be saved. After: the carry is saved, and the loop has walked to the next such row.
     def stretch(saver: Saver) -> Saver:
         state, saved, checkpoint_rows, _ = saver
         remain = walk.distance(state.position, end)

@@ -131,6 +131,7 @@ def _divide_and_store(track: Track, bodies: Bodies, segment: Segment, end: Any) 
         place = jnp.clip(jnp.where(in_run, run_slot + step - run_step, slot), 0, count - 1)
         stores = divides | (in_run & (remain > 1))
 
+        # Before: what is in the slot. After: the state, a record in a run, or what was there.
         def put(leaf: int, array: Any, of_state: Any) -> Any:
             old = read(array, place)
             return write(array, place, where(stores, where(in_run, in_slots.get(leaf, old), of_state), old))
