@@ -75,7 +75,8 @@ def held_program(value: Any) -> ClosedJaxpr | None:
     if isinstance(value, ClosedJaxpr):
         return value
     if isinstance(value, Jaxpr):
-        return _pe.close_jaxpr(_pe.convert_constvars_jaxpr(value))
+        # Under `jax_enable_checks`, JAX's conversion checks the jaxpr, without the names of axes around it.
+        return _pe.close_jaxpr(_pe.convert_constvars_jaxpr(value) if value.constvars else value)
     match type(value).__name__:
         case "RematTraced":
             return value.jaxpr
