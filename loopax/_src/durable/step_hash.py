@@ -1,4 +1,4 @@
-"""A step as a hash, and the functions of Python that it calls as fingerprints."""
+"""A step as a hash, and the functions of Python that it calls as fingerprints: `stored_program.py` compares them."""
 
 import functools
 import re
