@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import catalogue
 from benchmarks.groups import Group, is_peer
 
 METADATA = re.compile(r",? (metadata|frontend_attributes)=\{[^{}]*\}")
@@ -63,6 +62,8 @@ def _reached(texts: dict[str, str], names: Sequence[str], write: Callable[[str],
 
 def main(folder: Path, part: str = "") -> None:
     """Compile each program and write its HLO; peers' programs are not loopax's code."""
+    from benchmarks import catalogue  # it needs the packages of all peers
+
     folder.mkdir(parents=True, exist_ok=True)
     for item in catalogue.chosen(part):
         if not isinstance(item, Group):
