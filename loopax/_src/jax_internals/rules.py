@@ -176,7 +176,7 @@ def register(
     linear_in: LinearIn | None = None,
     transpose: Rule = None,  # (cotangents, *operands, **p) -> theirs, None for what is no `UndefinedPrimal`
     partial_eval: Rule = None,  # (trace, *tracers, **p) -> results: runs what is known, stages the rest
-    # The same under `jax.checkpoint`: (saveable, unknown, instantiated, eqn) -> (known equation, staged equation,
+    # How `jax.checkpoint` divides it: (saveable, unknown, instantiated, eqn) -> (known equation, staged equation,
     # unknown results, instantiated results, operands to store).
     partial_eval_custom: Rule = None,
     # (*operands, **p) -> results: how a reverse pass through `jax.checkpoint` evaluates the primitive again, under

@@ -180,7 +180,7 @@ def _axes_of_results(eqn: Any, given: Axes) -> Axes:
 
 
 def _axes_of_loop(loop: jaxi.LaxLoop, given: Axes) -> Axes:
-    """The same of a loop of JAX."""
+    """The axis of lanes of each result of a loop of JAX, of whose operands one has lanes."""
     _, consts, carry, xs = loop.groups(given)
     if not carry and all(axis is None for axis in consts) and all(axis in (0, None) for axis in xs):
         return [0] * len(loop.body.out_avals)  # a map over lanes, one after another
