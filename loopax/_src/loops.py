@@ -10,10 +10,10 @@ from loopax._src.core.ir.lanes import LanesLike
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits, fori_extent, while_extent
 from loopax._src.frontend.options import SCAN, LoopOptions
-from loopax._src.frontend.references import take_references
 from loopax._src.frontend.run import UserLoop, run_scan
 from loopax._src.frontend.steps import fori_index, fori_step, scan_rows, step_back, while_step
 from loopax._src.frontend.trace import Step
+from loopax._src.frontend.written_rows import take_references
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import DerivativeLike, KindLike
 from loopax._src.progress import ProgressLike

@@ -63,7 +63,7 @@ class PythonSteps:
                 [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in zip(y.names("y"), y.avals, strict=True)]
                 for y in (a, b)
             ]
-            if (before.rows.written, a.treedef) != (taken.found.rows.written, b.treedef) or types[0] != types[1]:
+            if a.treedef != b.treedef or types[0] != types[1]:
                 raise TypeError(
                     f"{self.step.where} must return rows of the same types in all steps. It returned:\n"
                     f"  in earlier steps: {', '.join(types[0]) or 'no arrays'}\n"

@@ -4,7 +4,7 @@ Outside of `jax.jit` a loop is compiled as one program. So it moves no constants
 transformations make of the program from one call to the next.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,9 +23,11 @@ from loopax._src.frontend import options as arguments
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.extent import Extent
 from loopax._src.frontend.in_python import PythonSteps
+from loopax._src.frontend.key_reuse import KeyUse, note_key_use, with_kept_keys
 from loopax._src.frontend.run_time_checks import Check, KindCheck, settle
 from loopax._src.frontend.steps import always, first_condition, scan_step
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, trace_promoting
+from loopax._src.frontend.written_rows import Outputs, hand_over_rows, returning_written
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 from loopax._src.nnx.functional import freeze, hand_over, refuse_lost_changes, roots, thaw
 from loopax._src.pytrees.leaves import LoopInfo, Spec, pack, restore_weak
@@ -62,10 +64,10 @@ class _ArrayResults:
     goes_on: Any
     carry: list[Any]  # with the weak types of the body's results
     spec: Spec  # of the carry
-    ys: list[Any]  # those that the body wrote to rows of xs first
+    ys: list[Any]
     found: Findings
     checks: Sequence[Check] = ()
-    key_use: refs.KeyUse | None = None
+    key_use: KeyUse | None = None
 
 
 # Compiled, so that the numbers are no arguments that are moved to the device.
@@ -84,14 +86,16 @@ class UserLoop:
     init: Any
     xs: Any = None
     goes_on: FirstCondition | None = None  # None: the loop has no condition
-    references: refs.ReferenceRows = refs.NO_REFERENCES  # those whose values are among xs
+    references: Mapping[int, Any] = field(default_factory=dict)  # whose values are among xs: `written_rows.py`
     branch: str = ""  # the function of a `cond` or a `switch` that the loop calls
     used_keys: list[Any] = field(default_factory=list)  # PRNG keys that other branches have consumed
 
     def __post_init__(self) -> None:
         """Freeze, and check: NNX objects become pytrees here, once, and objects again in what is handed over."""
-        options, self.step = self.options, self.references.step(self.step)
+        options = self.options
         self.frozen, self.frozen_xs = freeze(self.init), freeze(self.xs)
+        if self.references or roots(self.xs):
+            self.step = returning_written(self.step, self.references, self.extent.capacity is not None)
         self.x_arrays, self.x_spec = pack(self.frozen_xs)
         refs.refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), self.frozen)
         self.derivative = options.derivative and core.kept(options.derivative)
@@ -129,19 +133,12 @@ class UserLoop:
         carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
         return done.hand_over(carry), thaw(ys), loop_info
 
-    def _check(self, found: Findings) -> None:
-        """Refuse what a step does and a loop cannot."""
-        refuse_lost_changes(self.step.where, self.init, found.changes, self.xs, found.row_changes)
-        if self.extent.capacity is None and any(found.rows.written):
-            raise arguments.no_capacity(arguments.SCAN, "NNX objects in xs", "set up what they hold before the scan")
-
     def _traced(self, init: Any, extent: Extent, goes_on: FirstCondition | None) -> _ArrayResults:
         """Trace the step, and run the loop from a carry (frozen) on."""
         step, options, extras = self.step, self.options, self.extras
         traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on)
-        refs.note_key_use(traced.key_use, init, self.frozen_xs, self.used_keys)
-        self._check(traced.found)
-        if any(one is other for one in self.references.references for other in traced.references):
+        note_key_use(traced.key_use, init, self.frozen_xs, self.used_keys)
+        if any(one is other for one in self.references.values() for other in traced.references):
             raise ValueError(
                 f"{step.where} closes over a mutable array (`jax.new_ref`) that is among the xs as well. Give it once: "
                 "as xs, or closed over and indexed by the row."
@@ -213,24 +210,23 @@ class UserLoop:
     def _as_pytrees(self, ended: _ArrayResults) -> LoopResults:
         """The results as pytrees."""
         extent, found, step = self.extent, ended.found, self.step
-        rows, ys = split_list(ended.ys, [sum(found.rows.written)])
-        walked: Any = None  # which rows the loop has been at
-        if rows or self.references:
-            number = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
-            is_taken = number >= extent.high - ended.num_steps if extent.reverse else number < ended.num_steps
-            walked = (number < extent.high) & is_taken if extent.reverse else is_taken
-        xs_after = found.rows.xs_after(self.x_arrays, rows, walked)
-        ys = found.y_spec.unpack(restore_weak(ys, found.y_spec.avals))
+        ys = found.y_spec.unpack(restore_weak(ended.ys, found.y_spec.avals))
+        ys, written = (ys.y, dict(zip(ys.places, ys.written, strict=True))) if isinstance(ys, Outputs) else (ys, {})
 
         def hand_over_all(carry: Any) -> Any:
-            hand_over(step.where, self.xs, xs_after, found.row_changes)
+            if written:
+                refuse_lost_changes(step.where, self.init, found.changes, self.xs, written)
+                number = jnp.arange(extent.capacity or 0, dtype=jnp.int32)
+                is_taken = number >= extent.high - ended.num_steps if extent.reverse else number < ended.num_steps
+                walked = (number < extent.high) & is_taken if extent.reverse else is_taken
+                hand_over_rows(step.where, self.xs, self.frozen_xs, self.references, written, walked)
             return hand_over(step.where, self.init, carry, found.changes)
 
         return LoopResults(
             ended.num_steps,
             ended.goes_on,
-            refs.with_kept_keys(ended.key_use, self.frozen, ended.spec.unpack(ended.carry)),
-            self.references.write_back(ys, walked),
+            with_kept_keys(ended.key_use, self.frozen, ended.spec.unpack(ended.carry)),
+            ys,
             list(ended.checks),
             hand_over_all,
         )
@@ -242,7 +238,6 @@ class UserLoop:
         take = partial(steps.take, self.goes_on, self.reporter)
         self.reporter.watch(take) if self.reporter else take()
         if steps.found is not None and steps.is_over:
-            self._check(steps.found)
             number, ys = jnp.int32(len(steps.ys)), steps.written()
             return self._as_pytrees(_ArrayResults(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
         condition = None if self.goes_on is None else lambda *_: steps.goes_on
@@ -329,7 +324,7 @@ def run_scan(
     xs: PyTree[Any],
     called: Called,
     back: StepBack | None,
-    references: refs.ReferenceRows = refs.NO_REFERENCES,
+    references: Mapping[int, Any] | None = None,
     depends_on: Hashable = (),
 ) -> tuple[tuple[Any, Any], LoopInfo]:
     """Run a scan; `f` and `stop` depend on the functions in `called`, and on `depends_on`.
@@ -344,5 +339,5 @@ def run_scan(
         called = called._replace(extras=("length", "key"))
     facts = words.name, extent.capacity is None, options.key_spec, depends_on, is_counted and extent.reverse, is_counted
     step = Step(call, words.where, called, facts, back)
-    carry, ys, loop_info = UserLoop(step, options, extent, extras, init, xs, goes_on, references).finished()
+    carry, ys, loop_info = UserLoop(step, options, extent, extras, init, xs, goes_on, references or {}).finished()
     return (carry, ys), loop_info

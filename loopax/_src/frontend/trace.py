@@ -17,8 +17,9 @@ from loopax._src import core
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.jaxpr.util import INDEX, either, merge_lists, reject, select, split_list, take_out_places, trace
+from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.frontend import references as refs
+from loopax._src.frontend.key_reuse import KeyUse, key_use
 from loopax._src.frontend.rows import refuse_strays
 from loopax._src.frontend.run_time_checks import collecting
 from loopax._src.jax_internals import ClosedJaxpr
@@ -67,14 +68,11 @@ class Findings:
 
     y_spec: Spec
     changes: nnx.Changes  # what the body does to NNX objects in the carry
-    row_changes: nnx.Changes  # and to those in rows of xs
-    rows: nnx.WrittenRows  # whose written arrays are the first ys
 
     def after(self, before: "Findings") -> "Findings":
         """What this step and those before it do together."""
-        both = lambda new, old: replace(new, written=tuple(map(either, new.written, old.written)))  # noqa: E731
-        changes, row_changes = both(self.changes, before.changes), both(self.row_changes, before.row_changes)
-        return replace(self, changes=changes, row_changes=row_changes)
+        written = self.changes.written | before.changes.written
+        return replace(self, changes=replace(self.changes, written=written))
 
 
 class Taken(NamedTuple):
@@ -82,7 +80,7 @@ class Taken(NamedTuple):
 
     goes_on: Any  # None where the loop has no condition
     carry: list[Any]
-    ys: list[Any]  # what the body wrote to rows of xs, and its row of ys
+    ys: list[Any]  # its row of ys
     found: Findings
 
 
@@ -105,7 +103,7 @@ class Traced:
     found: Findings
     messages: list[str]  # one for each flag: what went wrong where it is True
     names: core.Names
-    key_use: refs.KeyUse | None
+    key_use: KeyUse | None
     # The first condition, (*closed over, *extras, *carry) -> bool[], and what it closes over. None: there is none, or
     # `run` calls it itself.
     first: tuple[ClosedJaxpr, list[Any]] | None
@@ -213,9 +211,8 @@ def take_step(
     `placed` is told what the step is given, and may say of tracers where they were made.
     """
     start = placed(spec.unpack(arrays))
-    x_start = placed(x_rows.unpack(x_arrays))
-    (carry, objects), (x, x_objects) = nnx.thaw_numbered(start), nnx.thaw_numbered(x_start)
-    carry, y, goes_on = step.call(row, placed(extras), carry, x)
+    carry, objects = nnx.thaw_numbered(start)
+    carry, y, goes_on = step.call(row, placed(extras), carry, nnx.thaw(placed(x_rows.unpack(x_arrays))))
     carry, changes = nnx.take_back(step.where, start, objects, carry)
     refs.refuse_references_in(f"{step.where} returned carry", carry)
     matched = match_carry(step.where, init, spec, carry)
@@ -223,12 +220,10 @@ def take_step(
     both = zip(spec.leaves, jax.tree.leaves(start), jax.tree.leaves(carry), strict=True)
     same = [old is new for leaf, old, new in both if isinstance(leaf, Dynamic)]
     matched = [old if is_same else new for old, new, is_same in zip(arrays, matched, same, strict=True)]
-    x, row_changes = nnx.take_back(step.where, x_start, x_objects, x, of_rows=True)
-    rows, written = nnx.written_rows(step.where, x_start, x_rows, x)
     y = nnx.freeze(y)
     refs.refuse_references_in(f"{step.where} returned y", y)
     ys, y_spec = pack(without_flags(y))
-    return Taken(goes_on, matched, [*rows, *ys], Findings(y_spec, changes, row_changes, written))
+    return Taken(goes_on, matched, ys, Findings(y_spec, changes))
 
 
 def _trace_now(
@@ -268,7 +263,7 @@ def _trace_now(
     called.name_in_errors(flat, names)
     with nnx.clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
-    uses = refs.key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
+    uses = key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
     open_body, closed_over = _opened(step.where, raw)
     num_own, open_back, places = len(closed_over), None, []
     if step.back is not None:
@@ -311,7 +306,7 @@ def _trace_now(
         (core.UNNAMED,) * (len(given) - 1),
         (*[core.UNNAMED] * num_go, *spec.names("carry"), *[core.UNNAMED] * (num_flags + len(references))),
         tuple(x_rows.names("xs")),
-        (*[core.UNNAMED] * sum(found["found"].rows.written), *found["found"].y_spec.names("ys")),
+        tuple(found["found"].y_spec.names("ys")),
     )
     first = _trace_first(goes_on, extras, spec) if goes_on is not None and jaxi.runs_eagerly() else None
     values = reject(is_mutable, closed_over), select(is_mutable, closed_over)

@@ -1,4 +1,4 @@
 """Flax NNX models in loops: references become arrays and back.
 
-May import: core/jaxpr, jax_internals, pytrees.
+May import: jax_internals, pytrees.
 """

@@ -7,20 +7,17 @@ a body does to them is done to the caller's objects after the loop.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
-from loopax._src.core.jaxpr.util import Mask, select
 from loopax._src.jax_internals import api_boundary
-from loopax._src.pytrees.leaves import Spec, describe, pack, same_value
-from loopax._src.pytrees.match_carry import CarryMismatchError, match_carry
+from loopax._src.pytrees.leaves import describe, same_value
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,17 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+# Where a value of a frozen object stands: where the object itself does, and the path from there.
+Key = tuple[str, tuple[Any, ...]]
+
+
 def name_of(path: tuple[Any, ...]) -> str:
     """A path in the words of an error message."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+
+
+def _text(key: Key) -> str:
+    return key[0] + name_of(key[1]) or _ROOT
 
 
 def is_object(x: Any) -> bool:
@@ -58,29 +63,36 @@ def roots(tree: Any) -> dict[str, Any]:
     return {keystr(path): x for path, x in tree_leaves_with_path(tree, is_leaf=is_root) if is_root(x)}
 
 
+def values_of(frozen: Mapping[str, Frozen]) -> dict[Key, Any]:
+    """What frozen objects hold, by its root and its path."""
+    return {(root, path): value for root, x in frozen.items() for path, value in zip(x.paths, x.values, strict=True)}
+
+
 def freeze(tree: Any) -> Any:
     """Make pytrees of the NNX objects in a pytree."""
     return freeze_numbered(tree)[0]
 
 
-def freeze_numbered(tree: Any) -> tuple[Any, list[Any]]:
+def _raw_value(leaf: Any) -> Any:
+    """What a frozen object holds for a Variable, or for an array that is an attribute."""
+    if not is_object(leaf):
+        return leaf
+    if leaf.ref or leaf.hijax:
+        closed_over = " Let the function close over it, or make" if leaf.ref else " Make"
+        raise NotImplementedError(
+            f"a {type(leaf).__name__} in a carry or in xs is made with `{'ref' if leaf.ref else 'hijax'}=True`, "
+            f"expected one without.{closed_over} it without, or convert it: "
+            "`nnx.with_vars(module, ref=False, hijax=False)`."
+        )
+    return leaf.get_raw_value()
+
+
+def freeze_numbered(tree: Any, value: Callable[[Any], Any] = _raw_value) -> tuple[Any, list[Any]]:
     """A frozen pytree, and all objects in it by number."""
     if "flax.nnx" not in sys.modules:
         return tree, []
     nnx = sys.modules["flax.nnx"]
     numbers = nnx.graphlib.RefMap()
-
-    def value(leaf: Any) -> Any:
-        if not isinstance(leaf, nnx.Variable):
-            return leaf
-        if leaf.ref or leaf.hijax:
-            closed_over = " Let the function close over it, or make" if leaf.ref else " Make"
-            raise NotImplementedError(
-                f"a {type(leaf).__name__} in a carry or in xs is made with `{'ref' if leaf.ref else 'hijax'}=True`, "
-                f"expected one without.{closed_over} it without, or convert it: "
-                "`nnx.with_vars(module, ref=False, hijax=False)`."
-            )
-        return leaf.get_raw_value()
 
     def frozen(x: Any) -> Any:
         if not is_object(x):
@@ -90,6 +102,11 @@ def freeze_numbered(tree: Any) -> tuple[Any, list[Any]]:
 
     tree = jax.tree.map(frozen, tree, is_leaf=is_object)
     return tree, sorted(numbers, key=lambda found: numbers[found])
+
+
+def _leaves(tree: Any) -> dict[Key, Any]:
+    """The Variables of the objects in a pytree, and arrays that are attributes."""
+    return values_of(roots(freeze_numbered(tree, lambda leaf: leaf)[0]))
 
 
 def thaw(tree: Any) -> Any:
@@ -107,8 +124,8 @@ def thaw_numbered(tree: Any) -> tuple[Any, list[Any]]:
     def thawed(x: Any) -> Any:
         if not isinstance(x, Frozen):
             return x
-        values = jax.tree.map(lambda value: value, list(x.values))  # a Variable may hold a container, and change it
-        return nnx.unflatten(x.graph, values, index_ref=objects)
+        # A Variable may hold a container, and change it.
+        return nnx.unflatten(x.graph, jax.tree.map(lambda value: value, list(x.values)), index_ref=objects)
 
     tree = jax.tree.map(thawed, tree, is_leaf=lambda x: isinstance(x, Frozen))
     return tree, [objects[number] for number in sorted(objects)]
@@ -162,53 +179,16 @@ def local(module: PyTree[Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class WrittenRows:
-    """What a body writes to NNX objects in a row of xs: further rows of outputs, of which xs is made after the loop."""
-
-    spec: Spec  # of the row as the body leaves it
-    origins: tuple[int | None, ...]  # for each array, the one of xs that was there before
-    written: Mask  # and whether the body wrote it
-
-    def xs_after(self, xs: Sequence[jax.Array], rows: Sequence[jax.Array], taken: jax.Array) -> Any:
-        """The xs, frozen, with the rows that were written where they were taken; others of what is new are zero."""
-        following = iter(rows)
-        arrays = []
-        for origin, is_written in zip(self.origins, self.written, strict=True):
-            old, new = None if origin is None else xs[origin], next(following) if is_written else None
-            if old is not None and new is not None:
-                new = jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-            arrays.append(old if new is None else new)
-        return self.spec.unpack(arrays)
-
-
-def written_rows(where: str, start: Any, spec: Spec, end: Any) -> tuple[list[jax.Array], WrittenRows]:
-    """The arrays that the body wrote to a row, frozen before and after; a Variable may hold other containers then."""
-    old, new = ({keystr(path): leaf for path, leaf in tree_leaves_with_path(tree)} for tree in (start, end))
-    numbers = {path: number for number, path in enumerate(spec.names())}
-    ends, end_spec = pack(end)
-    paths = end_spec.names()
-    written = tuple(path not in old or new[path] is not old[path] for path in paths)
-    after = WrittenRows(end_spec, tuple(map(numbers.get, paths)), written)
-    if not any(written):
-        return [], after
-    # Arrays in the places of others have the types of these.
-    row = spec.treedef.unflatten([new.get(path, leaf) for path, leaf in old.items()])
-    try:
-        fitting = match_carry(f"{where}, which changes rows of xs,", start, spec, row)
-    except CarryMismatchError:
-        raise TypeError(
-            f"{where} changes an NNX object in a row of xs to another dtype. Convert xs to the dtype before the scan."
-        ) from None
-    ends = [x if origin is None else fitting[origin] for x, origin in zip(ends, after.origins, strict=True)]
-    return select(written, ends), after
-
-
-@dataclass(frozen=True)
 class Changes:
-    """What a body does to the NNX objects that it is given, root by root."""
+    """What a body does to the NNX objects that it is given."""
 
-    replaced: tuple[bool, ...] = ()  # it returns an object of its own instead
-    written: tuple[tuple[bool, ...], ...] = ()  # which values it changes
+    replaced: frozenset[str] = frozenset()  # the roots in whose places it returns objects of its own
+    written: frozenset[Key] = frozenset()  # the values that it changes
+
+    @property
+    def handed_over(self) -> frozenset[Key]:
+        """The values that change in objects of the caller."""
+        return frozenset(key for key in self.written if key[0] not in self.replaced)
 
 
 def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_rows: bool = False) -> tuple[Any, Changes]:
@@ -225,34 +205,28 @@ def take_back(where: str, given: Any, objects: list[Any], result: Any, *, of_row
         return returned, Changes()  # containers that differ are found by those who compare containers
     before = places(old)
     if not same_value([x.graph for x in old.values()], [x.graph for x in new.values()]):
-        hidden = [] if of_rows else ["  attributes that NNX keeps for itself"]
+        hidden = ["  attributes that NNX keeps for itself"] * (not of_rows)
         _refuse_structure(where, differences(before, places(new), of_rows=of_rows) or hidden)
 
     # Which roots the body replaced by objects of its own, and a line for each part that is replaced, or moved.
     known = set(map(id, objects))
     is_new = [id(x) not in known for x in new_objects]
     first = {root: x.graph.nodes[0].index for root, x in old.items()}  # the number of the object itself
-    replaced = {root: is_new[number] for root, number in first.items()}
+    replaced = frozenset(root for root, number in first.items() if is_new[number])
     moved = [
         f"  {name or _ROOT}: got another {type(new_objects[i]).__name__}, expected the one that was given"
         for name, place in before.items()
         if (i := place.number) is not None
-        and (is_new[i] != replaced[place.root] or not (is_new[i] or objects[i] is new_objects[i]))
+        and (is_new[i] != (place.root in replaced) or not (is_new[i] or objects[i] is new_objects[i]))
     ]
     _refuse_structure(where, moved)
 
     # Nobody would see a change to an object that the body then replaced.
-    left = freeze([objects[number] for number in first.values()])
-    lost = [
-        f"  {root + name_of(path) or _ROOT}: changed, but the object is not returned"
-        for (root, start), end in zip(old.items(), left, strict=True)
-        if replaced[root]
-        for path, a, b in zip(start.paths, start.values, end.values, strict=False)
-        if _differ(a, b)
-    ]
-    _refuse_structure(where, lost)
-    written = tuple(tuple(map(_differ, old[root].values, new[root].values)) for root in old)
-    return returned, Changes(tuple(replaced.values()), written)
+    start, end = values_of(old), values_of(new)
+    left = values_of(dict(zip(first, freeze([objects[number] for number in first.values()]), strict=True)))
+    lost = [key for key in start if key[0] in replaced and key in left and _differ(start[key], left[key])]
+    _refuse_structure(where, [f"  {_text(key)}: changed, but the object is not returned" for key in lost])
+    return returned, Changes(replaced, frozenset(key for key in start if _differ(start[key], end[key])))
 
 
 def _differ(old: Any, new: Any) -> bool:
@@ -264,37 +238,25 @@ def _differ(old: Any, new: Any) -> bool:
 def refuse_changes(where: str, given: Any, objects: list[Any], live: Any, what: str = "xs, whose rows") -> None:
     """Refuse a function that changes the NNX objects that it is given, where nobody would see it."""
     _, changes = take_back(where, given, objects, live, of_rows=True)
-    if any(map(any, changes.written)):
+    if changes.written:
         raise TypeError(
             f"{where} changes an NNX object in {what} belong to nobody afterwards. Change a copy, "
             "`loopax.local(module)`, and return what is needed of it."
         )
 
 
-def refuse_lost_changes(where: str, init: Any, changes: Changes, xs: Any, row_changes: Changes) -> None:
+def refuse_lost_changes(where: str, init: Any, changes: Changes, xs: Any, of_rows: Collection[Any]) -> None:
     """Refuse to change a Variable of the caller both in the carry and in rows of xs."""
-    if not (any(map(any, changes.written)) and any(map(any, row_changes.written))):
+    if not changes.written or not of_rows:
         return
-    in_carry, in_xs = (
-        {id(x): root + name_of(path) or _ROOT for root, path, x, _ in _written(roots(tree), done) if is_object(x)}
-        for tree, done in ((init, changes), (xs, row_changes))
-    )
-    if twice := in_carry.keys() & in_xs.keys():
+    in_carry = {id(x): key for key, x in _leaves(init).items() if key in changes.handed_over and is_object(x)}
+    in_xs = {id(x): key for key, x in _leaves(xs).items() if key in of_rows}
+    if twice := [one for one in in_carry if one in in_xs]:
         raise TypeError(
             f"{where} changes Variables that are both in the carry and in xs, where only one change can be kept:\n"
-            + "\n".join(f"  {in_carry[one]} of the carry is {in_xs[one]} of xs" for one in twice)
+            + "\n".join(f"  {_text(in_carry[one])} of the carry is {_text(in_xs[one])} of xs" for one in twice)
             + "\nLeave them out of one, or put a copy there, `loopax.local(module)`."
         )
-
-
-def _written(objects: Mapping[str, Any], changes: Changes) -> Iterator[tuple[str, Any, Any, int]]:
-    """What the body changes of the caller's objects: the root, the path, the leaf and the number of the leaf."""
-    numbers = sys.modules["flax.nnx"].graphlib.RefMap()
-    for (root, x), replaced, written in zip(objects.items(), changes.replaced, changes.written, strict=True):
-        _, state = sys.modules["flax.nnx"].flatten(x, ref_index=numbers, graph=True)
-        for number, (path, leaf, is_written) in enumerate(zip(state.paths, state.leaves, written, strict=True)):
-            if is_written and not replaced:
-                yield root, path, leaf, number
 
 
 def _refuse_structure(where: str, lines: list[str]) -> None:
@@ -309,24 +271,27 @@ def _refuse_structure(where: str, lines: list[str]) -> None:
 
 def hand_over(where: str, init: Any, last: Any, changes: Changes) -> Any:
     """The result of a loop: the objects of `init`, changed in place to the values of the frozen pytree `last`."""
-    if not changes.replaced:
+    if not (frozen := roots(last)):  # `init` is not looked at then: it may hold a used `equinox.nn.State`
         return last
-    objects, frozen = roots(init), roots(last)
+    objects, values = roots(init), values_of(frozen)
+    write(where, init, {key: values[key] for key in changes.handed_over})
+    given = iter(objects.items())
+
+    def chosen(new: Any) -> Any:
+        root, old = next(given) if is_object(new) else (None, new)
+        return new if root in changes.replaced else old
+
+    return jax.tree.map(chosen, thaw(last), is_leaf=is_object)
+
+
+def write(where: str, tree: Any, values: Mapping[Key, Any]) -> None:
+    """Change values of NNX objects in place; others are left alone, unlike by `nnx.update`, for outer traces' sake."""
     with clear_errors(f"{where} changes", "after the loop"):
-        # What has not changed is left alone, unlike by `nnx.update`: it may belong to an outer trace.
-        for root, path, leaf, number in _written(objects, changes):
-            value = frozen[root].values[number]
-            if is_object(leaf):
-                leaf.set_raw_value(value)
-            else:
-                _set(objects[root], path, value)
-    choices = iter(zip(objects.values(), changes.replaced, strict=True))
-    leaves, treedef = jax.tree.flatten(thaw(last), is_leaf=is_object)
-    for i, leaf in enumerate(leaves):
-        if is_object(leaf):
-            old, replaced = next(choices)
-            leaves[i] = leaf if replaced else old
-    return treedef.unflatten(leaves)
+        for key, leaf in _leaves(tree).items():
+            if key in values and is_object(leaf):
+                leaf.set_raw_value(values[key])
+            elif key in values:
+                _set(roots(tree)[key[0]], key[1], values[key])
 
 
 def _set(node: Any, path: Sequence[Any], value: Any) -> Any:
@@ -352,8 +317,7 @@ def clear_errors(where: str, when: str = "in the body of the loop") -> Iterator[
         yield
     except Exception as error:
         errors = sys.modules.get("flax.errors")
-        is_refused = errors is not None and isinstance(error, errors.TraceContextError)
-        if not is_refused or "loopax.local" in str(error):
+        if errors is None or not isinstance(error, errors.TraceContextError) or "loopax.local" in str(error):
             raise
         reason, *_ = str(error).split(" (http")
         raise type(error)(
@@ -369,7 +333,7 @@ def clear_errors(where: str, when: str = "in the body of the loop") -> Iterator[
 
 
 class Place(NamedTuple):
-    """What stands at a place: an object, an attribute that is no array, an array, or an object met before."""
+    """What stands at a place: an object, an attribute that is no array, an array, an object met before, metadata."""
 
     root: str
     content: Any  # equal where nothing has changed
@@ -377,7 +341,6 @@ class Place(NamedTuple):
     number: int | None = None  # of an object
 
 
-_DEFAULTS = ("hijax", "ref", "eager_sharding")  # metadata that every Variable has, and that nobody set
 _ROOT = "the object itself"  # the name of an object with nothing around it, which is empty
 
 
@@ -394,14 +357,10 @@ def places(objects: Mapping[str, Frozen]) -> dict[str, Place]:
             place = first[node.index]
             found[name] = Place(root, ("again", place), f"the object at {place or _ROOT}", node.index)
             return
-        content, text = node.type, node.type.__name__  # a module or a container
-        if isinstance(node, graphlib.VariableDef):
-            metadata = dict(node.metadata)
-            own = ", ".join(f"{key}={value!r}" for key, value in metadata.items() if key not in _DEFAULTS)
-            content, text = (node.type, metadata), text + f" ({own})" * bool(own)
-        found[name] = Place(root, content, text, node.index)
-        if node.index is not None:
-            first[node.index] = name
+        found[name] = Place(root, node.type, node.type.__name__, node.index)
+        for key, value in dict(node.metadata).items() if isinstance(node, graphlib.VariableDef) else ():
+            found[f"{name}.{key}"] = Place(root, value, repr(value))
+        first[node.index] = name
         for _ in range(getattr(node, "num_attributes", 0)):
             key, content = next(attributes)
             place = name + name_of((key,))
@@ -421,25 +380,17 @@ def differences(before: Mapping[str, Place], after: Mapping[str, Place], *, of_r
     """One line for each place that differs; nothing on what is below such a place."""
 
     def is_same(old: Any, new: Any) -> bool:
-        if not (of_rows and all(isinstance(x, tuple) and isinstance(x[1], dict) for x in (old, new))):
-            return same_value(old, new)
         # A row of a Variable may lack the name of one axis of the stack. NNX keeps them as tuples (`out_sharding`).
-        pairs = [(names, new[1].get(key)) for key, names in old[1].items()]
-        fits = all(
-            same_value(a, b) or (isinstance(a, tuple) and any(b == a[:i] + a[i + 1 :] for i in range(len(a))))
-            for a, b in pairs
-        )
-        return fits and old[0] is new[0] and old[1].keys() == new[1].keys()
+        shorter = [old[:i] + old[i + 1 :] for i in range(len(old))] if of_rows and isinstance(old, tuple) else []
+        return any(same_value(one, new) for one in (old, *shorter))
 
     lines: dict[str, str] = {}
     for name in {**before, **after}:
-        if "._pytree__" in name or any(name.startswith((other + ".", other + "[")) for other in lines):
-            continue
         old, new = before.get(name), after.get(name)
-        if new is None and old is not None:
-            lines[name] = f"  {name or _ROOT}: {old.text} is missing from the result"
-        elif old is None and new is not None:
-            lines[name] = f"  {name or _ROOT}: {new.text} is new in the result"
-        elif old is not None and new is not None and not is_same(old.content, new.content):
-            lines[name] = f"  {name or _ROOT}: got {new.text}, expected {old.text}"
+        is_below = any(name.startswith((other + ".", other + "[")) for other in lines)
+        if "._pytree__" in name or is_below or (old and new and is_same(old.content, new.content)):
+            continue
+        both = f"got {new.text}, expected {old.text}" if old and new else ""
+        one = f"{old.text} is missing from" if old else f"{new.text if new else None} is new in"
+        lines[name] = f"  {name or _ROOT}: {both or one + ' the result'}"
     return list(lines.values())
