@@ -247,3 +247,17 @@ def test_a_history_forgets() -> None:
     pattern = r"rollout\(history=\.\.\.\), which forgets rows, does not take a kind that brings an inverse"
     with pytest.raises(NotImplementedError, match=pattern):
         lx.rollout(lambda s, history: (s, s), H, 3, history=history, kind=lx.Reversible(lambda s: s))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_second_eager_call_does_not_trace_again(every: int) -> None:
+    traces = []
+
+    def counted(state: Any, x: Any, history: Any, key: Any) -> Any:
+        traces.append(1)
+        return step(state, x, history=history, key=key)
+
+    for n in range(1, 5):
+        options = {"history": lx.History(3, START), "key": KEY, "stop": stop, "save_every": every}
+        lx.rollout(counted, STATE, jnp.int32(n), inputs=INPUTS, **options)
+        assert len(traces) <= 2, n

@@ -79,6 +79,7 @@ def test_what_fails_is_reported_and_the_others_are_measured(monkeypatch, tmp_pat
     assert "[2/2] One loop, flags: default." in shown
 
 
+@pytest.mark.slow
 def test_one_table_in_processes_of_its_own(tmp_path):
     """All that is between the command and the files, with tiny sizes."""
     command = [sys.executable, "-m", "benchmarks", "--device", "cpu", "--quick", "--to", str(tmp_path)]

@@ -193,3 +193,17 @@ def test_refused_before_anything_runs() -> None:
         lx.scan(step, 0.0, rows)
     np.testing.assert_array_equal(rows[...], np.arange(3.0))
     np.testing.assert_array_equal(other[...], 0.0)
+
+
+def test_a_second_call_does_not_trace_again() -> None:
+    rows, traces = jax.new_ref(jnp.asarray(XS)), []
+
+    def step(c: Any, row: Any) -> Any:
+        traces.append(None)
+        row[...] += 1.0
+        return c, None
+
+    for _ in range(3):
+        lx.scan(step, 0.0, rows)
+    assert len(traces) == 1
+    np.testing.assert_allclose(rows[...], XS + 3.0)

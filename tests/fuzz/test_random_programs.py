@@ -1,4 +1,4 @@
-"""Random programs give what unrolled Python loops give: 200 here, most of them slow; five thousand by `make fuzz`.
+"""Random programs give what unrolled Python loops give: 100 here, most of them slow; five thousand by `make fuzz`.
 
 `LOOPAX_FUZZ` says how many, `LOOPAX_FUZZ_FIRST` the number of the first. What is wrong is printed as a `Program`:
 `python -m tests.fuzz.smaller NUMBER` makes it smaller; keep it in `KEPT`. `python -m tests.fuzz` says how many programs
@@ -14,9 +14,9 @@ from tests.fuzz.evaluate import difference, problem
 from tests.fuzz.program import Program
 from tests.support.versions import maps_custom_vjp
 
-PROGRAMS = int(os.environ.get("LOOPAX_FUZZ", "200"))
+PROGRAMS = int(os.environ.get("LOOPAX_FUZZ", "100"))
 FIRST = int(os.environ.get("LOOPAX_FUZZ_FIRST", "0"))
-IN_ONE_TEST = 20  # so that tests run in parallel
+IN_ONE_TEST = 10  # so that tests run in parallel
 
 PARTS = range(FIRST, FIRST + PROGRAMS, IN_ONE_TEST)
 SLOW = () if "LOOPAX_FUZZ" in os.environ else PARTS[1:]

@@ -69,7 +69,7 @@ PROGRAMS: list[Any] = [
     pytest.param(until_small, id="while", marks=SLOW),
     pytest.param(by_residual, id="residual", marks=SLOW),
     pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.Hutchinson(), rtol=0.1, max_matvecs=20), id="rtol"),
-    pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.XTrace(), num_matvecs=6), id="xtrace"),
+    pytest.param(lambda w, x: estimate(w, x, lx.stochtrace.XTrace(), num_matvecs=6), id="xtrace", marks=SLOW),
 ]
 
 

@@ -34,6 +34,7 @@ LONG = {
     "many-devices.md",
     "models.md",
     "rewrite.md",
+    "trace-examples.md",
     "traces.md",
 }
 

@@ -46,6 +46,13 @@ def limited(n):
     return lx.fori_loop(0, n, lambda i, x: 2 * x, jnp.float32(1), max_steps=5)
 
 
+def test_an_integer_that_does_not_fit_is_refused():
+    """It would become another one: 2**32 + 1 is 1 in int32."""
+    message = "item 1 is 4294967297, expected integers that fit into int32"
+    with jax.enable_x64(False), pytest.raises(OverflowError, match=message):
+        list(lx.lanes_stream(collatz, [np.int32(1), 2**32 + 1], num_lanes=2))
+
+
 def test_an_error_of_an_item_names_it():
     counts = [np.int32(n) for n in (1, 9, 2)]
     stream = lx.lanes_stream(limited, counts, num_lanes=2, ordered=True)

@@ -103,3 +103,14 @@ def test_results_vary_as_numbers_of_steps_do():
     for f in results.values():
         with pytest.raises(ValueError, match="out_specs"):
             jax.eval_shape(jax.shard_map(lambda n, f=f: f(n[0]), mesh=mesh(), in_specs=OWN, out_specs=SHARED), COUNTS)
+
+
+@pytest.mark.parametrize("kind", [lx.Checkpointed(2), lx.Bounded()])
+def test_pmap(kind):
+    """Of JAX's older map over devices, with the gradient outside and inside of it."""
+    f = of(fori, kind=kind, max_steps=8)
+    outside = jax.value_and_grad(lambda w: jax.pmap(f, in_axes=(None, 0, 0))(w, XS, COUNTS).sum())
+    inside = jax.pmap(jax.value_and_grad(f), in_axes=(None, 0, 0))
+    wanted = jax.jit(jax.vmap(jax.value_and_grad(of(fori, max_steps=8)), (None, 0, 0)))(WEIGHT, XS, COUNTS)
+    assert_close(inside(WEIGHT, XS, COUNTS), wanted)
+    assert_close(outside(WEIGHT), tuple(x.sum() for x in wanted))

@@ -94,7 +94,7 @@ def known_now(x: Any) -> Any:
     return None if isinstance(value, _pe.JaxprTracer) else value
 
 
-def stage_unknown(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def leave_for_later(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Write `primitive` into the program that partial evaluation leaves for later, as JAX does where it has no rule."""
     return trace.default_process_primitive(primitive, tracers, params)
 

@@ -175,8 +175,8 @@ def register(
     # other operands as they are.
     linear_in: LinearIn | None = None,
     transpose: Rule = None,  # (cotangents, *operands, **p) -> theirs, None for what is no `UndefinedPrimal`
-    partial_eval: Rule = None,  # (trace, *tracers, **p) -> results: runs what is known, stages the rest
-    # How `jax.checkpoint` divides it: (saveable, unknown, instantiated, eqn) -> (known equation, staged equation,
+    partial_eval: Rule = None,  # (trace, *tracers, **p) -> results: runs what is known, leaves the rest
+    # How `jax.checkpoint` divides it: (saveable, unknown, instantiated, eqn) -> (known equation, later equation,
     # unknown results, instantiated results, operands to store).
     partial_eval_custom: Rule = None,
     # (*operands, **p) -> results: how a reverse pass through `jax.checkpoint` evaluates the primitive again, under

@@ -239,9 +239,11 @@ AGAIN = {
     "checkpoint": jax.checkpoint,
     "policy": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable),
 }
-STORED = ["auto", "bounded", "residuals", "checkpointed", lx.Checkpointed(2), lx.Truncated(last=4)]
 DRAWN_AGAIN = [
-    (kind, wrap) for kind in STORED for wrap in AGAIN if wrap != "policy" or kind in ("bounded", "residuals")
+    *((kind, "as it is") for kind in ("bounded", "residuals", lx.Checkpointed(2), lx.Truncated(last=4))),
+    *((kind, "checkpoint") for kind in ("residuals", lx.Checkpointed(2), lx.Truncated(last=4))),
+    ("bounded", "policy"),
+    pytest.param("residuals", "policy", marks=pytest.mark.slow),
 ]
 
 

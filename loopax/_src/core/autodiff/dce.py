@@ -13,10 +13,10 @@ from loopax._src.core.jaxpr.util import either, flatten, invert, map_leaves, sel
 from loopax._src.jax_internals import Literal, Primitive, happens
 
 
-def stage_all(
+def leave_whole(
     eqn: Any, instantiated: Sequence[bool], known: Any = None, unknown_outputs: Sequence[bool] | None = None
 ) -> Any:
-    """The answer of a rule that stages the whole equation for later, without its progress, and runs `known` now."""
+    """The answer of a rule that leaves the whole equation for later, without its progress, and runs `known` now."""
     everything = [True] * len(eqn.outvars)
     missing = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i and not isinstance(v, Literal)]
     return known, strip_progress_of_equation(eqn), unknown_outputs or everything, everything, missing
@@ -32,7 +32,7 @@ def evaluate_again(primitive: Primitive) -> Callable[..., list[Any]]:
 
 
 def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """Run the known part of a loop in `jax.checkpoint` now, and stage the whole loop for later.
+    """Run the known part of a loop in `jax.checkpoint` now, and leave the whole loop for later.
 
     `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer has five
     parts: the equation to run now, the equation to run later, a flag for each result (is it unknown?), another one
@@ -45,28 +45,28 @@ def loop_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequ
     inputs = map_leaves(bool, loop.inputs(flags))
     outputs = unknown_outputs(loop, inputs)
     if low or high or (loop.predicated and outputs.carry[0]):
-        return stage_all(eqn, instantiated)
+        return leave_whole(eqn, instantiated)
     inputs = inputs._replace(carry=outputs.carry)
     known = known_loop(loop, inputs, outputs)
     unknown_in, unknown_out = [False, False, *flatten(inputs)], loop.results_from(False, outputs, False).leaves
-    return stage_all(eqn, instantiated, _part(eqn, invert(unknown_in), invert(unknown_out), known), unknown_out)
+    return leave_whole(eqn, instantiated, _part(eqn, invert(unknown_in), invert(unknown_out), known), unknown_out)
 
 
 def sweep_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """Run the known part of a sweep in `jax.checkpoint` now, and stage the whole sweep for later.
+    """Run the known part of a sweep in `jax.checkpoint` now, and leave the whole sweep for later.
 
     `unknown` and `instantiated` have a flag for each operand: `low, high, checkpoint_rows, *consts, *init, *saved,
     *carry, *xs`. The answer has the parts of that of `loop_partial_eval_custom`, for the same reason.
     """
     sweep = ReverseSweep(**eqn.params)
     if any(unknown[:3]):
-        return stage_all(eqn, instantiated)
+        return leave_whole(eqn, instantiated)
     flags = map_leaves(bool, sweep.operands(unknown[3:]))
     inputs, ys = sweep_fixpoint(sweep, flags.inputs(either(flags.init, flags.saved)), typed=False)
     known = with_inputs(sweep, map_leaves(not_, inputs), invert(ys))
     unknown_in = [False, False, False, *flatten(SweepOperands.of(inputs))]
     unknown_out = [*inputs.carry, *ys]
-    return stage_all(eqn, instantiated, _part(eqn, invert(unknown_in), invert(unknown_out), known), unknown_out)
+    return leave_whole(eqn, instantiated, _part(eqn, invert(unknown_in), invert(unknown_out), known), unknown_out)
 
 
 def _part(eqn: Any, used_in: Sequence[bool], used_out: Sequence[bool], static: Loop | ReverseSweep) -> Any:

@@ -388,22 +388,22 @@ def loop_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
     A leaf of the carry is unknown if, after some number of steps, it depends on an unknown operand (`unknown_outputs`).
     No known leaf then reads an unknown one, so the known leaves make a loop of their own. The linear part reads the
     known carry of each step: from checkpoints, as rows, or as residuals, as the plan says. The whole loop is
-    staged if its number of steps is unknown, if all its results are unknown and nothing happens on the way (a loop that
-    returns its carry unchanged may print), or if no operand is.
+    left for later if its number of steps is unknown, if all its results are unknown and nothing happens on the way (a
+    loop that returns its carry unchanged may print), or if no operand is.
     """
     loop = Loop(**params)
     low, high, *unknown = (not jaxi.is_known(t) for t in tracers)
     if low or high or not any(unknown):
-        return jaxi.stage_unknown(trace, loop_p, tracers, loop._asdict())
+        return jaxi.leave_for_later(trace, loop_p, tracers, loop._asdict())
     masks = map_leaves(bool, loop.inputs(unknown))
     parts = partial_eval(loop, plan_of(loop, masks, partial_eval), masks)
     nothing_known = all(flatten(parts.unknown_outputs)) and not jaxi.happens(parts.known.body.effects)
     if nothing_known or (loop.predicated and parts.unknown.carry[0]):
-        return jaxi.stage_unknown(trace, loop_p, tracers, loop._asdict())
+        return jaxi.leave_for_later(trace, loop_p, tracers, loop._asdict())
     low, high, *operands = map(jaxi.known_value, tracers)
     known, linear = run_known(loop, parts, low, high, loop.inputs(operands))
     linear = linear._replace(linear=select_each(parts.taken, loop.inputs(tracers[2:])))
-    out = jaxi.stage_unknown(trace, linear_loop_p, linear.leaves, parts.linear._asdict())
+    out = jaxi.leave_for_later(trace, linear_loop_p, linear.leaves, parts.linear._asdict())
     return assemble(loop, parts, known, out).leaves
 
 

@@ -40,7 +40,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import filled_in_derivatives
-from loopax._src.jax_internals import ad, dce, happens, is_known, is_nonzero, known_value, stage_unknown
+from loopax._src.jax_internals import ad, dce, happens, is_known, is_nonzero, known_value, leave_for_later
 
 
 def sweep_fixpoint(sweep: ReverseSweep, start: SweepInputs, typed: bool) -> tuple[SweepInputs, Mask]:
@@ -218,22 +218,22 @@ def sweep_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
 
     A result is unknown if, after some number of steps, it depends on an unknown operand (`sweep_fixpoint`). The known
     sweep computes the other results alone, and causes the effects. The linear part gets only those known operands that
-    it reads, and recomputes the states from `init`. The whole sweep is staged if its rows are unknown, if all its
-    results are unknown and nothing happens on the way, or if no operand is.
+    it reads, and recomputes the states from `init`. The whole sweep is left for later if its rows are unknown, if all
+    its results are unknown and nothing happens on the way, or if no operand is.
     """
     sweep = ReverseSweep(**params)
     flags = [not is_known(t) for t in tracers]
     if any(flags[:3]) or not any(flags):
-        return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
+        return leave_for_later(trace, reverse_sweep_p, tracers, sweep._asdict())
     parts = partial_eval_sweep(sweep, unknown_inputs(sweep.operands(flags[3:])))
     if all(flatten(parts.unknown_outputs)) and not happens(parts.known.step.effects):
-        return stage_unknown(trace, reverse_sweep_p, tracers, sweep._asdict())
+        return leave_for_later(trace, reverse_sweep_p, tracers, sweep._asdict())
     low, high, rows, *operands = map(known_value, tracers)
     known_operands = reject_each(SweepOperands.of(parts.unknown), sweep.operands(operands))
     known = run_sweep(parts.known, low, high, rows, *known_operands)
     # Leaves that become unknown on the way have a known start, hence the tracers.
     linear = linear_operands(parts, low, high, sweep.operands(tracers[3:]))
-    out = stage_unknown(trace, linear_sweep_p, linear.leaves, parts.linear._asdict())
+    out = leave_for_later(trace, linear_sweep_p, linear.leaves, parts.linear._asdict())
     unknown = unflatten(parts.linear.output_avals, out)
     return flatten(merge_each(parts.unknown_outputs, known, unknown))
 

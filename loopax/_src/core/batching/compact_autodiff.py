@@ -11,7 +11,7 @@ from typing import Any
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff import jvp
-from loopax._src.core.autodiff.dce import loop_dce, stage_all
+from loopax._src.core.autodiff.dce import leave_whole, loop_dce
 from loopax._src.core.autodiff.partial_eval import known_loop, limits_walked, prune, unknown_outputs
 from loopax._src.core.autodiff.sweep import needs, with_inputs
 from loopax._src.core.autodiff.transpose import type_of_linear
@@ -103,11 +103,11 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
     loop, flags = inner.static, [not jaxi.is_known(t) for t in tracers]
     part = _known_part(inner, flags) if _runs_in_stages(inner) else None
     if part is None:
-        # The rule of a `jax.custom_jvp` may return known results. Where there are none, the whole batch is staged.
+        # The rule of a `jax.custom_jvp` may return known results. Where there are none, the whole batch is left.
         given = to_bits(flags)
         later = [bool(needed & given) for needed in dependence(inner.program)]
         if all(later):
-            return jaxi.stage_unknown(trace, compact_vmap_p, tracers, inner._asdict())
+            return jaxi.leave_for_later(trace, compact_vmap_p, tracers, inner._asdict())
         return jaxi.evaluate_partially(trace, inner.program, tracers, later)
     known, unknown, outputs = part
     # Before: [low, high, *consts, *carry, *xs] -> After: [low, high, *known consts, *known carry, *known xs]
@@ -197,20 +197,20 @@ def _acts_in_custom(program: ClosedJaxpr) -> bool:
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    """Run the known part of a batch in `jax.checkpoint` now, and stage the whole batch for later.
+    """Run the known part of a batch in `jax.checkpoint` now, and leave the whole batch for later.
 
     `unknown` and `instantiated` have a flag for each operand: `low, high, *consts, *carry, *xs`. The answer has the
     parts of that of `loop_partial_eval_custom`, for the same reason. JAX also asks where every operand is known.
     """
     inner = CompactVmap(**eqn.params)
     if not any(unknown):
-        return stage_all(eqn, instantiated, eqn, [False] * len(eqn.outvars))
+        return leave_whole(eqn, instantiated, eqn, [False] * len(eqn.outvars))
     if (part := _known_part(inner, unknown)) is None:
-        return stage_all(eqn, instantiated)
+        return leave_whole(eqn, instantiated)
     known, inputs, outputs = part
     unknown_out = inner.static.results_from(False, outputs, False).leaves
     now = _of_operands(inner, known, eqn, [True, True, *invert(flatten(inputs))])
-    return stage_all(eqn, instantiated, now.replace(outvars=reject(unknown_out, eqn.outvars)), unknown_out)
+    return leave_whole(eqn, instantiated, now.replace(outvars=reject(unknown_out, eqn.outvars)), unknown_out)
 
 
 def compact_vmap_dce(used: list[bool], *rest: Any) -> Any:
