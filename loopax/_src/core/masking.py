@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
-from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, rewriting
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, rewriting, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad
 
 # Rows that all lanes of a batch walk: no lane is masked there, and none is filled.
@@ -98,7 +98,8 @@ def common_rows(body: ClosedJaxpr, consts: Sequence[Any]) -> CommonRows | None:
     return None
 
 
-def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
+@weakly_cached
+def unmasked(body: ClosedJaxpr) -> ClosedJaxpr:
     """The body where all lanes are active; XLA removes what then has no effect."""
 
     def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -106,7 +107,7 @@ def unmasked(body: ClosedJaxpr) -> Callable[..., list[Any]]:
             return bind_again(eqn, operands)
         return [jaxi.vary_like(jnp.ones(eqn.params["lanes"], bool), eqn.outvars[0].aval)]
 
-    return lambda *inputs: evaluate(body, inputs, equation)
+    return trace(lambda *inputs: evaluate(body, inputs, equation), body.in_avals)
 
 
 When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same

@@ -19,6 +19,7 @@ from loopax._src.core.ir import reverse_sweep as ir_sweep
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr import dependence
+from loopax._src.core.jaxpr.accumulate import carried_by
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import trace
 from loopax._src.core.lane_effects import guard_steps, guarded, guards
@@ -96,6 +97,7 @@ dependence.dependence_rules[loop_p] = ir_loop.loop_dependence
 dependence.mixed_operands[loop_p] = ir_loop.loop_mixed_operands
 guards[loop_p] = guard_steps(loop_p, Loop, "body", 2)
 dependence.step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
+carried_by[loop_p] = ir_loop.carried_by_loop
 
 jaxi.register(
     reverse_sweep_p,
@@ -117,6 +119,7 @@ dependence.dependence_rules[reverse_sweep_p] = ir_sweep.sweep_dependence
 dependence.mixed_operands[reverse_sweep_p] = ir_sweep.sweep_mixed_operands
 guards[reverse_sweep_p] = guard_steps(reverse_sweep_p, ReverseSweep, "step", 3)
 dependence.step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
+carried_by[reverse_sweep_p] = ir_sweep.carried_by_sweep
 
 jaxi.register(
     compact_vmap_p,

@@ -72,7 +72,7 @@ def test_the_rows_are_those_in_which_all_lanes_are_active(has_limits):
         np.testing.assert_array_equal(jaxpr_as_fun(body)(jnp.int32(row), *own)[0], active)
         inside = (rows.low is None or rows.low <= row) and (rows.high is None or row < rows.high)
         assert inside == bool(active.all())
-    np.testing.assert_array_equal(unmasked(body)(jnp.int32(0), *own)[0], [True] * 3)
+    np.testing.assert_array_equal(jaxpr_as_fun(unmasked(body))(jnp.int32(0), *own)[0], [True] * 3)
 
 
 def loops(jaxpr):

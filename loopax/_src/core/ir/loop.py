@@ -18,7 +18,7 @@ were taken, `EMPTY_SLOT` where there were fewer; for two-level checkpoints, the 
 A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax import core
@@ -26,6 +26,7 @@ from jax import core
 from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.plan import Saving
+from loopax._src.core.jaxpr.accumulate import Carried
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, Expected, differing, localized, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import (
@@ -353,6 +354,14 @@ def checkpoints_expected(
     """The types of the states that were saved, and of the numbers of their rows."""
     yield from rows_expected("saved", expected, given, saving.rows(bound))
     yield from numbers_expected("checkpoint_rows", [numbers], (saving.num_checkpoint_rows(),))
+
+
+def carried_by_loop(eqn: Any) -> Iterator[Carried]:
+    """The leaves that a loop carries and does not save."""
+    loop = Loop(**eqn.params)
+    for k, (i, is_saved) in enumerate(zip(loop.carry_range, loop.saved_mask, strict=True)):
+        if not is_saved:
+            yield Carried(1 + i, 1 + k, loop.body, i, k)
 
 
 # The inverse of a step: a body that walks back, (row, *consts, *carry after the step, *x) -> carry before it.

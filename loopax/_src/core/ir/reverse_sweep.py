@@ -21,7 +21,7 @@ mode. The primitive is closed under differentiation: the derivative of a sweep i
 bodies. So second derivatives store no more than first ones do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from loopax._src.core.ir.annotations import without_effects
@@ -29,6 +29,7 @@ from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import Loop, LoopOutputs, checkpoints_expected, run, traversal
 from loopax._src.core.ir.plan import Plan, Saving, with_known_length
+from loopax._src.core.jaxpr.accumulate import Carried
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, Expected, differing, localized, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import flatten, grouped, stacked, weakly_cached
@@ -273,3 +274,10 @@ def step_expected(sweep: ReverseSweep, limits: Sequence[Any], given: SweepInputs
     yield "carry", expected.carry, given.carry
     yield "carry that the step returns", expected.carry, returned.carry
     yield from rows_expected("xs", expected.xs, given.xs, sweep.bound)
+
+
+def carried_by_sweep(eqn: Any) -> Iterator[Carried]:
+    """The leaves that a sweep carries."""
+    sweep = ReverseSweep(**eqn.params)
+    for k, i in enumerate(sweep.carry_range):
+        yield Carried(2 + 2 * sweep.num_state + i, k, sweep.backward, i, k)

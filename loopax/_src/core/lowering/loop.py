@@ -14,7 +14,7 @@ from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, stacked
 from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps, Watch, read, write
 from loopax._src.core.masking import common_rows
-from loopax._src.jax_internals import jaxpr_as_fun, unwritten, where, zeros
+from loopax._src.jax_internals import unwritten, where, zeros
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
 
@@ -140,7 +140,7 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
         return [jnp.int32(0), *carry, *map(zeros, flatten(others))]
     # A loop of one step or none fills no constants outside: it has no second step for which they would stay the same.
     if loop.bound == 1:
-        body = Body(jaxpr_as_fun(loop.body), consts)
+        body = Body.plain(loop.body, consts)
     else:
         body = Body.of(loop.body, consts, common_rows(loop.body, consts), loop.num_carry)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
+from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
 from loopax._src.core.masking import CommonRows, fill_inactive, fill_inactive_p, fills_now, unmasked
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
@@ -69,8 +70,15 @@ class Body(NamedTuple):
     def of(cls, closed: ClosedJaxpr, consts: list[Any], rows: CommonRows | None, num_carry: int = 0) -> "Body":
         """Of a jaxpr; which lanes are active must follow from row, consts and the first `num_carry` leaves."""
         if outside := filled_outside(closed, len(consts), num_carry):
-            return cls(jaxpr_as_fun(outside.body), consts, outside)
-        return cls(jaxpr_as_fun(closed), consts, common=rows and (rows, cls(unmasked(closed), consts)))
+            first = 1 + len(consts) + len(outside.which)
+            return cls(jaxpr_as_fun(summing_in_place(outside.body, first)), consts, outside)
+        common = rows and (rows, cls.plain(unmasked(closed), consts))
+        return cls.plain(closed, consts)._replace(common=common)
+
+    @classmethod
+    def plain(cls, closed: ClosedJaxpr, consts: list[Any]) -> "Body":
+        """Of a jaxpr that fills no constants, for all rows."""
+        return cls(jaxpr_as_fun(summing_in_place(closed, 1 + len(consts))), consts)
 
     def run(self, row: Any, *leaves: Any) -> Any:
         """The results at a row; nothing is left to fill."""
