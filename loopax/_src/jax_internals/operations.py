@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -92,6 +93,11 @@ updates = one_of("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"
 def update_of(eqn: Any) -> Any:
     """What one of `updates` writes into its first operand."""
     return eqn.invars[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
+
+
+def writes_block(eqn: Any) -> bool:
+    """Whether one block is written, which XLA fuses with other operations."""
+    return updates(eqn) and (eqn.primitive.name == "dynamic_update_slice" or prod(eqn.invars[1].aval.shape[:-1]) == 1)
 
 
 # ---- what they cost (`core/jaxpr/cost.py`)

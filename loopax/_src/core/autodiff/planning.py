@@ -18,6 +18,7 @@ from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr import cost as tiny
+from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.cost import arithmetic, evaluation
 from loopax._src.core.jaxpr.dependence import linear_results
 from loopax._src.core.jaxpr.settings import costs
@@ -163,4 +164,4 @@ def _calls_of_derivative(linear: LinearLoop, most: int) -> float:
     if linear_results(needed, [False, *flatten(linear.masks)]) is None:
         return 0.0
     step = transposed_step(linear, (False,) * len(linear.output_avals.ys))
-    return tiny.calls(step, most)
+    return tiny.calls(summing_in_place(step, 1 + linear.linear_consts.count(False)), most)

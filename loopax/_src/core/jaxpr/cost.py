@@ -96,7 +96,10 @@ def _runs_by_itself(eqn: Any) -> float:
 
 def _operation(eqn: Any) -> float:
     """The cost of an operation that holds no program."""
-    results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
+    if jaxi.updates(eqn):
+        results = [jaxi.update_of(eqn)]
+    else:
+        results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
     size = sum(prod(v.aval.shape) for v in results)
     if jaxi.is_product(eqn) or jaxi.is_convolution(eqn):
         product = costs().product if jaxi.is_product(eqn) else costs().convolution
@@ -235,6 +238,8 @@ def result_bytes(jaxpr: ClosedJaxpr) -> float:
         inner = list(inner_jaxprs(eqn))
         if inner and jaxi.called(eqn) is not None:
             total += sum(map(result_bytes, inner))
+        elif jaxi.writes_block(eqn):
+            total += num_bytes([jaxi.update_of(eqn).aval])
         elif inner or jaxi.stands_alone(eqn):
             return inf
         elif not (jaxi.is_free(eqn) or jaxi.moves(eqn)):
