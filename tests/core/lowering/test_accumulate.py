@@ -66,6 +66,7 @@ READS = {
     ),
     "jit": lambda c, i, x, y: c * doubled_row(x, i) - doubled_row(x, i + 1),
     "checkpoint": lambda c, i, x, y: jax.checkpoint(lambda x, c: jnp.sin(c * x[i] * x[i + 1]))(x, c),
+    "known places": lambda c, i, x, y: c * lax.dynamic_slice(x, (3, 1), (2, 1)).sum() + jnp.where(True, y[i], x[1]),
     "where": lambda c, i, x, y: c + jnp.where(i % 2 == 0, x[i], y[i] * c),
 }
 LOOPS = {
@@ -143,7 +144,7 @@ def test_no_whole_array_is_made(name: str, kind: str) -> None:
     assert whole_arrays(gradient, TABLE, OTHER, START, jnp.int32(STEPS)) == []
 
 
-@pytest.mark.parametrize("name", slow_but("two rows", "column", "rows beyond the end", "branches", of=READS))
+@pytest.mark.parametrize("name", slow_but("two rows", "column", "known places", "branches", of=READS))
 def test_gradients(name: str) -> None:
     """Of all loops and kinds, with numbers of steps that are known and that are not."""
     read = READS[name]

@@ -18,6 +18,7 @@ from operator import or_
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.util import bind_again, equations_in, trace, weakly_cached
@@ -52,11 +53,14 @@ _MIN_ELEMENTS = 256
 _LARGEST_PART = 1 / 4
 
 
+def _is_large(aval: Any) -> bool:
+    return jaxi.may_be_updated(aval) and prod(aval.shape) >= _MIN_ELEMENTS
+
+
 def _pays(x: Updated) -> bool:
-    """Whether to update some elements of an array rather than to add others to all of them."""
+    """Whether to update some elements of a large array rather than to add others to all of them."""
     touched = [update.value.size for update in x.updates if update.form is not None]
-    size = prod(x.aval.shape)
-    return bool(touched) and size >= _MIN_ELEMENTS and sum(touched) <= _LARGEST_PART * size
+    return bool(touched) and sum(touched) <= _LARGEST_PART * prod(x.aval.shape)
 
 
 class _Uses:
@@ -92,8 +96,7 @@ def added_to_by(eqn: Any) -> list[Carried]:
 
 @weakly_cached
 def _is_added_to(body: ClosedJaxpr, i: int, output: int) -> bool:
-    is_large = body.in_avals[i].size >= _MIN_ELEMENTS
-    return is_large and jaxi.may_be_updated(body.in_avals[i]) and _Uses(body).sum_of(body.invars[i]) == output
+    return _is_large(body.in_avals[i]) and _Uses(body).sum_of(body.invars[i]) == output
 
 
 class _Evaluation:
@@ -140,7 +143,12 @@ class _Evaluation:
         if jaxi.updates(eqn):  # all but the first are what is written, and where
             operands = [operands[0], *map(self.array, operands[1:])]
         rule = self._sum if jaxi.is_sum(eqn) else self._choice if jaxi.is_select(eqn) else jaxi.updated_by
-        if (found := rule(eqn, operands)) is not None:
+        # Of literals, the types are not all known to Python.
+        given = [
+            np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else x
+            for atom, x in zip(eqn.invars, operands, strict=True)
+        ]
+        if (found := rule(eqn, given)) is not None:
             return [found._replace(source=(eqn, operands))]
         if jaxi.is_jit(eqn) and (program := jaxi.called(eqn)) is not None:
             inner = _Evaluation(program, self.bases.values(), {})
@@ -337,7 +345,7 @@ def summing_in_place(body: ClosedJaxpr, first: int) -> ClosedJaxpr:
 @weakly_cached
 def _summing_in_place(body: ClosedJaxpr, first: int) -> ClosedJaxpr | None:
     pairs = list(zip(range(first, len(body.invars)), range(len(body.outvars)), strict=False))
-    carry = [i for i, k in pairs if jaxi.may_be_updated(body.in_avals[i]) and body.in_avals[i] == body.out_avals[k]]
+    carry = [i for i, k in pairs if _is_large(body.in_avals[i]) and body.in_avals[i] == body.out_avals[k]]
     if not carry or not _makes_zeros(body):
         return None
     uses, starts = _Uses(body), _Starts()
