@@ -109,7 +109,7 @@ def _with_unit_axes(update: Update, shape: tuple[int, ...], moved: dict[int, int
     dropped = [own for axis, own in form.windows.items() if axis in gone]
     kept = [i for i, axis in enumerate(scattered) if axis not in gone]
     order = [moved[axis] for axis in windows]
-    if order != sorted(order):
+    if order != sorted(order) or (scattered and not kept):
         return None
     numbers = lax.ScatterDimensionNumbers(
         tuple(own - sum(other < own for other in dropped) for own in windows.values()),
@@ -181,7 +181,9 @@ def _as_part(update: Update, shape: tuple[int, ...], starts: Sequence[int]) -> U
         numbers.scatter_indices_batching_dims,
     )
     indices = lax.optimization_barrier(jnp.stack(columns, -1))
-    return Update(value, indices, form._replace(shape=shape, numbers=numbers))
+    # What was below the array is beyond the larger one now.
+    is_sorted = form.is_sorted and form.mode != _MODE.FILL_OR_DROP
+    return Update(value, indices, Form(shape, numbers, form.mode, is_sorted, form.is_unique))
 
 
 # ---- what operations make of them

@@ -164,4 +164,4 @@ def _calls_of_derivative(linear: LinearLoop, most: int) -> float:
     if linear_results(needed, [False, *flatten(linear.masks)]) is None:
         return 0.0
     step = transposed_step(linear, (False,) * len(linear.output_avals.ys))
-    return tiny.calls(summing_in_place(step, 1 + linear.linear_consts.count(False)), most)
+    return tiny.calls(summing_in_place(step, 1 + linear.linear_consts.count(False)), most, in_place=True)

@@ -143,11 +143,9 @@ class _Evaluation:
         if jaxi.updates(eqn):  # all but the first are what is written, and where
             operands = [operands[0], *map(self.array, operands[1:])]
         rule = self._sum if jaxi.is_sum(eqn) else self._choice if jaxi.is_select(eqn) else jaxi.updated_by
-        # Of literals, the types are not all known to Python.
-        given = [
-            np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else x
-            for atom, x in zip(eqn.invars, operands, strict=True)
-        ]
+        # A literal may be a number of Python, without a shape.
+        pairs = zip(eqn.invars, operands, strict=True)
+        given = [np.asarray(x, jax.typeof(x).dtype) if isinstance(atom, Literal) else x for atom, x in pairs]
         if (found := rule(eqn, given)) is not None:
             return [found._replace(source=(eqn, operands))]
         if jaxi.is_jit(eqn) and (program := jaxi.called(eqn)) is not None:
@@ -220,7 +218,7 @@ class _Evaluation:
         """
         is_cond, call = jaxi.is_cond(eqn), jaxi.inlinable(eqn)
         programs = jaxi.branches(eqn) if is_cond else [] if call is None else [call]
-        if not any(map(_makes_zeros, programs)):
+        if not any(map(_makes_zeros, programs)) or jaxi.chooses_platform(eqn):
             return None
         index, given = list(map(self.array, operands[:is_cond])), list(map(self.array, operands[is_cond:]))
         places = [i for i, x in enumerate(given) if id(x) in self.bases]

@@ -96,10 +96,7 @@ def _runs_by_itself(eqn: Any) -> float:
 
 def _operation(eqn: Any) -> float:
     """The cost of an operation that holds no program."""
-    if jaxi.updates(eqn):
-        results = [jaxi.update_of(eqn)]
-    else:
-        results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
+    results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
     size = sum(prod(v.aval.shape) for v in results)
     if jaxi.is_product(eqn) or jaxi.is_convolution(eqn):
         product = costs().product if jaxi.is_product(eqn) else costs().convolution
@@ -225,20 +222,23 @@ def is_tiny(step: ClosedJaxpr) -> bool:
     return result_bytes(step) <= MOST_OF_VALUE and jax.default_backend() == "cpu"
 
 
-def calls(step: ClosedJaxpr, most: int, stored: int = 0) -> float:
-    """Nanoseconds that the calls of a step take; none where it has so few bytes of results, at most."""
-    touched = result_bytes(step) + 4 * stored
+def calls(step: ClosedJaxpr, most: int, stored: int = 0, *, in_place: bool = False) -> float:
+    """Nanoseconds that the calls of a step take; none where it has so few bytes of results, at most.
+
+    `in_place`: what it writes into an array touches nothing else of it.
+    """
+    touched = result_bytes(step, in_place) + 4 * stored
     return 0.0 if touched <= most else costs().call * touched / BYTES_OF_CALL
 
 
-def result_bytes(jaxpr: ClosedJaxpr) -> float:
+def result_bytes(jaxpr: ClosedJaxpr, in_place: bool = False) -> float:
     """What a program computes, moves apart; infinite where one of its operations is never in one function."""
     total = 0.0
     for eqn in jaxpr.eqns:
         inner = list(inner_jaxprs(eqn))
         if inner and jaxi.called(eqn) is not None:
-            total += sum(map(result_bytes, inner))
-        elif jaxi.writes_block(eqn):
+            total += sum(result_bytes(program, in_place) for program in inner)
+        elif in_place and jaxi.writes_block(eqn):
             total += num_bytes([jaxi.update_of(eqn).aval])
         elif inner or jaxi.stands_alone(eqn):
             return inf
