@@ -312,10 +312,12 @@ def _slice_written(eqn: Any, x: Any, value: Any, *starts: Any) -> Any:
 
 
 def _scattered(eqn: Any, x: Any, indices: Any, value: Any) -> Any:
-    """Of a scatter into zeros: the transpose of a gather."""
+    """Of a scatter into zeros: the transpose of a gather, or of dynamic slices of lanes."""
     if not isinstance(x, Updated) or x.base is not None:
         return None
     params = eqn.params
+    if eqn.primitive.name == "scatter" and not (x.is_zero and params["unique_indices"]):
+        return None
     flags = params["indices_are_sorted"], params["unique_indices"]
     form = Form(x.aval.shape, params["dimension_numbers"], params["mode"], *flags)
     return Updated(x.aval, (*x.updates, Update(value, indices, form)))
@@ -329,7 +331,7 @@ def _negated(_: Any, x: Any) -> Any:
 
 _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("broadcast_in_dim", "squeeze", "expand_dims", "reshape"), _moved),
-    **dict.fromkeys(("scatter-add", "scatter_add"), _scattered),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scattered),
     "dynamic_update_slice": _slice_written,
     "pad": _padded,
     "concatenate": _concatenated,

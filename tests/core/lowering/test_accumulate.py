@@ -55,6 +55,7 @@ READS = {
     "table": lambda c, i, x, y: c + jnp.interp(c, jnp.arange(1.0 * ROWS), x[:, 0]),
     "branch": lambda c, i, x, y: c * lax.cond(i % 2 == 0, lambda: x[i], lambda: y[i]),
     "branches": row_of_branches,
+    "branch of a lane": lambda c, i, x, y: c * lax.cond(c[0] > 0.5, lambda: x[i], lambda: y[i] * y[i + 1]),
     "branch of loopax": lambda c, i, x, y: c * lx.cond(i % 2 == 0, lambda: x[i], lambda: y[i]),
     "inner scan": lambda c, i, x, y: lax.scan(lambda c, j: (c * x[later(i, j)] + y[j], None), c, jnp.arange(2))[0],
     "inner loop": lambda c, i, x, y: lx.fori_loop(0, 2, lambda j, c: c * x[later(i, j)], c) + x[i],
@@ -155,7 +156,8 @@ def test_gradients(name: str) -> None:
         assert_close(found, expected(TABLE, OTHER, START, n))
 
 
-NESTED = ["two rows", "rows beyond the end", "column", "branches", "branch of loopax", "inner loop", "loops in loops"]
+NESTED = ["two rows", "rows beyond the end", "column", "branches", "branch of a lane", "branch of loopax", "inner loop"]
+NESTED += ["loops in loops"]
 
 
 @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
@@ -176,7 +178,7 @@ def test_second_derivatives(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("lanes", ["lockstep", "compact"])
 @pytest.mark.parametrize("kind", ["residuals", "checkpointed"])
-@pytest.mark.parametrize("name", slow_but("branches", "inner loop", of=NESTED))
+@pytest.mark.parametrize("name", slow_but("branch of a lane", "inner loop", of=NESTED))
 def test_lanes(name: str, kind: str, lanes: str) -> None:
     """That stop at different steps, with arrays that they share, and with arrays of their own."""
     counts, starts = jnp.array([6, 0, 3, 1]), jnp.arange(8.0).reshape(4, 2) / 8

@@ -181,16 +181,17 @@ class _Evaluation:
         return Updated(aval, (*a.updates, *b.updates), a.base or b.base)
 
     def _choice(self, eqn: Any, operands: list[Any]) -> Updated | None:
-        """Of two arrays that are made of the same one: it, with the updates of both, each where it is chosen."""
+        """Of arrays that are made of the same one: it, with the updates of all, each where it is chosen."""
         (which, *cases), aval = operands, eqn.outvars[0].aval
         parts = [part for x in cases if (part := self.as_updated(x, aval)) is not None]
-        if len(parts) != 2 or len(cases) != 2 or parts[0].base is not parts[1].base:
+        if len(parts) < len(cases) or any(part.base is not parts[0].base for part in parts):
             return None
         _, mask, axes = (None, which, ()) if not which.shape else self.masks.get(id(which), (None, None, ()))
         if mask is None or not any(part.updates for part in parts):
             return None
-        chosen = [(update, ~mask) for update in parts[0].updates] + [(update, mask) for update in parts[1].updates]
-        updates = jaxi.known(update.where(where, axes) for update, where in chosen)
+        chosen = [~mask, mask] if mask.dtype == bool else [mask == case for case in range(len(cases))]
+        pairs = [(update, where) for part, where in zip(parts, chosen, strict=True) for update in part.updates]
+        updates = jaxi.known(update.where(where, axes) for update, where in pairs)
         return None if updates is None else Updated(aval, updates, parts[0].base)
 
     def _loop(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
