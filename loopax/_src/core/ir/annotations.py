@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from loopax._src.core.jaxpr.evaluate import silent
 from loopax._src.core.jaxpr.util import map_parameter, rewriting, select, with_params
-from loopax._src.core.jaxpr.without_effects import silent
 from loopax._src.jax_internals import ClosedJaxpr
 
 # A loop that tells, while it runs, how far it is.

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
+from loopax._src.core.jaxpr.evaluate import silent_equation
 from loopax._src.core.jaxpr.util import Mask, either, equations_in, inner_jaxprs, weakly_cached
-from loopax._src.core.jaxpr.without_effects import silent_equation
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
 
 # For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
