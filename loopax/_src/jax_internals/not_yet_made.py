@@ -17,11 +17,11 @@ from jax.extend.core import Literal
 from loopax._src.jax_internals.primitives import one_of
 from loopax._src.jax_internals.types import is_number, is_on_host, spec_of, zeros
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _MODE = lax.GatherScatterMode
 
 
-def known(items: Iterable[T | None]) -> tuple[T, ...] | None:
+def all_or_none(items: Iterable[_T | None]) -> tuple[_T, ...] | None:
     """The items; None where one of them is None."""
     found = tuple(items)
     return None if any(item is None for item in found) else found  # pyright: ignore[reportReturnType]
@@ -62,7 +62,7 @@ class Update(NamedTuple):
 
     def where(self, mask: Any, axes: Sequence[int]) -> "Update | None":
         """Only where a mask is True, whose axes are these of the array; None: it is not known where that is."""
-        own = known(map(self._axis_of, axes))
+        own = all_or_none(map(self._axis_of, axes))
         if own is None:
             return None
         mask = lax.broadcast_in_dim(mask, self.value.shape, own)
@@ -93,35 +93,6 @@ def window(shape: Sequence[int], value: Any, starts: Sequence[Any]) -> Update:
     return Update(value, indices, Form(tuple(shape), numbers, _MODE.CLIP, True, True))
 
 
-def _with_unit_axes(update: Update, shape: tuple[int, ...], moved: dict[int, int] | None) -> Update | None:
-    """The update of an array that has other axes of size one; `moved` says where each of the others has gone."""
-    value, indices, form = update
-    if moved is None:
-        return None
-    if form is None:
-        return Update(value.reshape(shape))
-    numbers, gone = form.numbers, [axis for axis in range(len(form.shape)) if axis not in moved]
-    scattered, new = numbers.scatter_dims_to_operand_dims, sorted(set(range(len(shape))) - set(moved.values()))
-    stays_inside = form.mode != _MODE.FILL_OR_DROP
-    if any(axis in numbers.operand_batching_dims or (axis in scattered and not stays_inside) for axis in gone):
-        return None
-    windows = {axis: own for axis, own in form.windows.items() if axis not in gone}
-    dropped = [own for axis, own in form.windows.items() if axis in gone]
-    kept = [i for i, axis in enumerate(scattered) if axis not in gone]
-    order = [moved[axis] for axis in windows]
-    if order != sorted(order) or (scattered and not kept):
-        return None
-    numbers = lax.ScatterDimensionNumbers(
-        tuple(own - sum(other < own for other in dropped) for own in windows.values()),
-        tuple(sorted([*new, *(moved[axis] for axis in numbers.inserted_window_dims if axis not in gone)])),
-        tuple(moved[scattered[i]] for i in kept),
-        tuple(moved[axis] for axis in numbers.operand_batching_dims),
-        numbers.scatter_indices_batching_dims,
-    )
-    indices = indices if len(kept) == len(scattered) else indices[..., jnp.array(kept, jnp.int32)]
-    return Update(lax.squeeze(value, dropped), indices, form._replace(shape=shape, numbers=numbers))
-
-
 def _summed(update: Update, shape: tuple[int, ...], axes: Sequence[int]) -> Update | None:
     """The update of an array that is summed along these axes."""
     value, indices, form = update
@@ -131,6 +102,8 @@ def _summed(update: Update, shape: tuple[int, ...], axes: Sequence[int]) -> Upda
     if form.mode == _MODE.FILL_OR_DROP and any(axis in scattered for axis in axes):
         return None
     kept = [i for i, axis in enumerate(scattered) if axis not in axes]
+    if scattered and not kept:
+        return None
     summed = [own for axis, own in form.windows.items() if axis in axes]
     after = lambda axis: axis - sum(other < axis for other in axes)  # noqa: E731
     # Indices of lanes that have an array each become indices of as many updates of one array.
@@ -146,6 +119,27 @@ def _summed(update: Update, shape: tuple[int, ...], axes: Sequence[int]) -> Upda
     )
     indices = indices if len(kept) == len(scattered) else indices[..., jnp.array(kept, jnp.int32)]
     return Update(value.sum(summed), indices, Form(shape, numbers, form.mode, False, False))
+
+
+def _with_unit_axes(update: Update, shape: tuple[int, ...], moved: dict[int, int] | None) -> Update | None:
+    """The update of an array that has other axes of size one; `moved` says where each of the others has gone."""
+    if moved is None or update.form is None:
+        return None if moved is None else Update(update.value.reshape(shape))
+    old, places = update.form.shape, sorted(moved.values())
+    gone = [axis for axis in range(len(old)) if axis not in moved]
+    # An axis of size one goes by a sum along it.
+    left = _summed(update, tuple(old[axis] for axis in sorted(moved)), gone) if gone else update
+    if left is None or left.form is None:
+        return left
+    numbers, new = left.form.numbers, set(range(len(shape))) - set(places)
+    numbers = lax.ScatterDimensionNumbers(
+        numbers.update_window_dims,
+        tuple(sorted(new | {places[axis] for axis in numbers.inserted_window_dims})),
+        tuple(places[axis] for axis in numbers.scatter_dims_to_operand_dims),
+        tuple(places[axis] for axis in numbers.operand_batching_dims),
+        numbers.scatter_indices_batching_dims,
+    )
+    return left._replace(form=left.form._replace(shape=shape, numbers=numbers))
 
 
 def _as_part(update: Update, shape: tuple[int, ...], starts: Sequence[int]) -> Update | None:
@@ -258,7 +252,7 @@ def _moved(eqn: Any, x: Any, *_: Any) -> Any:
     if not isinstance(x, Updated) or x.base is not None:
         return None
     moved = _moved_axes(eqn)
-    updates = known(_with_unit_axes(update, aval.shape, moved) for update in x.updates)
+    updates = all_or_none(_with_unit_axes(update, aval.shape, moved) for update in x.updates)
     return None if updates is None else Updated(aval, updates)
 
 
@@ -266,14 +260,14 @@ def _reduced(eqn: Any, x: Any) -> Any:
     aval = eqn.outvars[0].aval
     if not isinstance(x, Updated) or x.base is not None or not may_be_updated(aval):
         return None
-    updates = known(_summed(update, aval.shape, eqn.params["axes"]) for update in x.updates)
+    updates = all_or_none(_summed(update, aval.shape, eqn.params["axes"]) for update in x.updates)
     return None if updates is None else Updated(aval, updates)
 
 
 def _part(aval: Any, x: Any, starts: Sequence[int]) -> tuple[Update, ...] | None:
     """The updates of an array that is zero but for a part; None: they are not known."""
     if isinstance(x, Updated) and x.base is None:
-        return known(_as_part(update, aval.shape, starts) for update in x.updates)
+        return all_or_none(_as_part(update, aval.shape, starts) for update in x.updates)
     return None if isinstance(x, Updated) else (window(aval.shape, x, starts),)
 
 

@@ -191,7 +191,7 @@ class _Evaluation:
             return None
         chosen = [~mask, mask] if mask.dtype == bool else [mask == case for case in range(len(cases))]
         pairs = [(update, where) for part, where in zip(parts, chosen, strict=True) for update in part.updates]
-        updates = jaxi.known(update.where(where, axes) for update, where in pairs)
+        updates = jaxi.all_or_none(update.where(where, axes) for update, where in pairs)
         return None if updates is None else Updated(aval, updates, parts[0].base)
 
     def _loop(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
