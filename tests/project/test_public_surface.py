@@ -125,7 +125,7 @@ loopax.kinds:
     step(row, carry, x=)
     at(operands)
     stored_by(kind)
-  LoopFacts(bound, is_fixed, bound_is_loose, length_is_known, sizes_are_known, share)
+  LoopFacts(bound, is_fixed, bound_is_loose, length_is_known, sizes_are_known, share, writes_rows)
     step
   LoopOperands(low, high, consts, carry, xs)
   NoReverseMode(error_type, message, reason=)

@@ -6,6 +6,8 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax._src import core as _core
 from jax._src import custom_batching as _batching
 from jax._src.interpreters import ad as _ad
@@ -98,6 +100,48 @@ def update_of(eqn: Any) -> Any:
 def writes_block(eqn: Any) -> bool:
     """Whether one block is written, which XLA fuses with other operations."""
     return updates(eqn) and (eqn.primitive.name == "dynamic_update_slice" or prod(eqn.invars[1].aval.shape[:-1]) == 1)
+
+
+# ---- what is read beside it
+
+_is_gather = one_of("gather")
+_reads = one_of("gather", "dynamic_slice")
+
+
+def reads_blocks(eqn: Any) -> bool:
+    """Whether a small part of the first operand is read, at places that are computed."""
+    return _reads(eqn) and 0 < 4 * prod(eqn.outvars[0].aval.shape) <= prod(eqn.invars[0].aval.shape)
+
+
+def read_twice(eqn: Any, operands: Sequence[Any]) -> Any:
+    """What one of `reads_blocks` gives, if it is one block: of two at the same place, the first."""
+    array, *places = operands
+    if _is_gather(eqn):
+        numbers, sizes, mode = (eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "mode"))
+        fill, (place,) = eqn.params["fill_value"], places
+    else:
+        sizes, mode, fill = eqn.params["slice_sizes"], lax.GatherScatterMode.CLIP, None
+        axes = tuple(range(array.ndim))
+        numbers = lax.GatherDimensionNumbers(axes, (), axes)
+        place = jnp.stack([jnp.asarray(start) for start in places])
+    if prod(place.shape[:-1]) != 1 or numbers.operand_batching_dims:
+        return eqn.primitive.bind(*operands, **eqn.params)
+    kept = len(sizes) - len(numbers.collapsed_slice_dims)
+    numbers = numbers._replace(offset_dims=tuple(range(1, 1 + kept)))
+    twice = jnp.broadcast_to(place.reshape(1, -1), (2, place.shape[-1]))
+    blocks = lax.gather(array, twice, numbers, sizes, mode=mode, fill_value=fill)
+    return blocks[0].reshape(eqn.outvars[0].aval.shape)
+
+
+def written_after(eqn: Any, operands: Sequence[Any], read: Sequence[Any]) -> list[Any]:
+    """The operands of one of `updates`, of which what was read is a part: no write comes before that."""
+    array, *rest = operands
+    which = 1 if eqn.primitive.name == "dynamic_update_slice" else 0
+    place, never = jnp.asarray(rest[which]), lax.optimization_barrier(jnp.bool_(False))
+    for x in read:
+        place = jnp.where(never, (x.reshape(-1)[0] == 0).astype(place.dtype), place)
+    rest[which] = place
+    return [array, *rest]
 
 
 # ---- what they cost (`core/jaxpr/cost.py`)

@@ -54,6 +54,21 @@ def cost_of_rows(loop: LoopFacts, row_bytes: int, added: float, read_bytes: int 
     return Cost(memory, time + added)
 
 
+# A step that writes rows of a large array in the carry: its derivative needs far less than a carry. Then residuals of
+# all steps take less room than carries, and no version of the array is stored.
+_FAR_LESS = 8
+
+
+def residuals_in_place_of_carries(loop: LoopFacts, num_carries: int) -> EveryResidual | None:
+    """Residuals of all steps, where they are far smaller than carries and take no more room than so many of these."""
+    if loop.bound is None or not loop.writes_rows or not loop.sizes_are_known:
+        return None
+    carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
+    if _FAR_LESS * residuals > carry or loop.bound * residuals > num_carries * carry:
+        return None
+    return EveryResidual(f"{residuals} bytes of residuals for each step, in place of carries of {carry}")
+
+
 # `Residuals`: what the derivative of every step needs is stored, and nothing evaluated again.
 
 
@@ -90,14 +105,16 @@ class Bounded(Kind):
 
     Forward and gradient together evaluate the body 2n times for n steps. The loop needs a static bound: `max_steps`,
     the rows of `xs`, or a static length.
+
+    Where a step writes a small part of a large array in the carry, and its residuals are at most an eighth of a carry,
+    these are stored in place of carries, and nothing is evaluated again.
     """
 
     needs_bound: ClassVar[bool] = True
 
-    def plan(self, loop: LoopFacts) -> EveryCarry:
+    def plan(self, loop: LoopFacts) -> EveryCarry | EveryResidual:
         """See `Kind.plan`."""
-        del loop
-        return EveryCarry()
+        return residuals_in_place_of_carries(loop, loop.bound or 0) or EveryCarry()
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
@@ -161,6 +178,9 @@ class Checkpointed(Kind):
     take no more room than a carry. Each such step is evaluated once less (Maddison 2024). `explain` shows whether a
     loop does so.
 
+    A step that writes a small part of a large array in the carry: if its residuals are at most an eighth of a carry,
+    and those of all N steps take no more room than the carries would, residuals are stored and no step is recomputed.
+
     """
 
     checkpoints: int | None = None
@@ -178,6 +198,8 @@ class Checkpointed(Kind):
 
     def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`."""
+        if plan := residuals_in_place_of_carries(loop, self._carries(loop) if loop.writes_rows else 0):
+            return plan
         plan = Checkpoints(self.checkpoints, always_to_bound=loop.is_fixed)
         last = self._last_steps(loop)
         if last is None:

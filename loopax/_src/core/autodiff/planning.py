@@ -18,6 +18,7 @@ from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr import cost as tiny
+from loopax._src.core.jaxpr.access_order import writes_rows
 from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.cost import arithmetic, evaluation
 from loopax._src.core.jaxpr.dependence import linear_results
@@ -113,6 +114,7 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
             length_is_known=not loop.predicated,
             sizes_are_known=num_bytes(loop.body.in_avals) < maxsize,
             share=loop.share,
+            writes_rows=writes_rows(loop.body),
             _measure=partial(_measure, loop, unknown, split),
         )
     )

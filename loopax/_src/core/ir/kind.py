@@ -170,6 +170,8 @@ class LoopFacts:
         Whether sizes are known when the loop is traced. False for symbolic dimensions of `jax.export`.
     share : float
         The share of the memory budget that this loop may use. Less than 1 if several loops share the budget.
+    writes_rows : bool
+        Whether a step writes a small part of a large array.
     step : StepFacts
         What a step stores, and how long it takes.
 
@@ -181,6 +183,7 @@ class LoopFacts:
     length_is_known: bool
     sizes_are_known: bool
     share: float
+    writes_rows: bool
     _measure: Callable[[], StepFacts]
 
     @cached_property

@@ -67,11 +67,17 @@ class _Uses:
     """Where the values of a program go."""
 
     def __init__(self, closed: ClosedJaxpr) -> None:
+        self._made = {variable for eqn in closed.eqns for variable in eqn.outvars}
         self._of: dict[Any, list[Any]] = {}  # equations, and the numbers of outputs
         for user, atoms in (*((eqn, eqn.invars) for eqn in closed.eqns), *enumerate([x] for x in closed.outvars)):
             for atom in atoms:
                 if not isinstance(atom, Literal):
                     self._of.setdefault(atom, []).append(user)
+
+    def made_for_one(self) -> set[Any]:
+        """The results of equations that go to one other equation alone."""
+        alone = {variable for variable, users in self._of.items() if len(users) == 1}
+        return alone & self._made
 
     def sum_of(self, variable: Any) -> int | None:
         """The output that is a sum with this value, and with what does not depend on it; None: there is none."""
@@ -106,6 +112,7 @@ class _Evaluation:
         self.closed = closed
         self.bases = {id(base.array): base for base in bases}
         self.starts = starts
+        self.of_one_use = _Uses(closed).made_for_one()
         self.made: dict[int, tuple[Any, Any]] = {}  # arrays by the identity of what is made, which they keep alive
         self.masks: dict[int, tuple[Any, Any, tuple[int, ...]]] = {}  # broadcast masks likewise, from what, along what
         self.is_changed = False
@@ -177,6 +184,9 @@ class _Evaluation:
         parts = [self.as_updated(x, aval) for x in operands]
         if parts == [None, None] or all(part is not None and part.base is not None for part in parts):
             return None
+        for i, (part, atom) in enumerate(zip(parts, eqn.invars, strict=True)):
+            if part is None and parts[1 - i].base is None and not isinstance(atom, Literal) and atom in self.of_one_use:
+                parts[i] = Updated(aval, base=Base(operands[i]))
         a, b = (part or Updated(aval, (Update(x),)) for part, x in zip(parts, operands, strict=True))
         return Updated(aval, (*a.updates, *b.updates), a.base or b.base)
 
@@ -272,7 +282,7 @@ class _Slots(NamedTuple):
     def of(cls, results: "Sequence[_Slots | None]") -> "_Slots | None":
         """For what each branch has; None: they hand on arrays."""
         found = [result for result in results if result is not None]
-        if len(found) < len(results) or len({result.base for result in found}) > 1:
+        if len(found) < len(results) or len({result.base for result in found}) > 1 or found[0].base == -1:
             return None
         counts = reduce(or_, (result.counts for result in found))
         return cls(found[0].base, counts) if any(slot.form is not None for slot in counts) else None
@@ -289,7 +299,7 @@ class _Branch:
             evaluation, parts = self._run(inputs)
             at = {id(evaluation.bases[id(inputs[i])]): i for i in places}
             for part in parts:
-                base = None if part is None or part.base is None else at[id(part.base)]
+                base = None if part is None or part.base is None else at.get(id(part.base), -1)
                 self.results.append(part and _Slots(base, Counter(map(_Slot.of, part.updates))))
             return []
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
+from loopax._src.core.jaxpr.access_order import reading_first
 from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
 from loopax._src.core.masking import CommonRows, fill_inactive, fill_inactive_p, fills_now, unmasked
@@ -71,14 +72,14 @@ class Body(NamedTuple):
         """Of a jaxpr; which lanes are active must follow from row, consts and the first `num_carry` leaves."""
         if outside := filled_outside(closed, len(consts), num_carry):
             first = 1 + len(consts) + len(outside.which)
-            return cls(jaxpr_as_fun(summing_in_place(outside.body, first)), consts, outside)
+            return cls(_in_place(outside.body, first), consts, outside)
         common = rows and (rows, cls.plain(unmasked(closed), consts))
         return cls.plain(closed, consts)._replace(common=common)
 
     @classmethod
     def plain(cls, closed: ClosedJaxpr, consts: list[Any]) -> "Body":
         """Of a jaxpr that fills no constants, for all rows."""
-        return cls(jaxpr_as_fun(summing_in_place(closed, 1 + len(consts))), consts)
+        return cls(_in_place(closed, 1 + len(consts)), consts)
 
     def run(self, row: Any, *leaves: Any) -> Any:
         """The results at a row; nothing is left to fill."""
@@ -100,6 +101,11 @@ class Body(NamedTuple):
     def at(self, row: Any) -> "Body":
         """The body at one row."""
         return self.filled(self.active(row, [])) if self.outside else self
+
+
+def _in_place(body: ClosedJaxpr, first: int) -> Callable[..., Any]:
+    """The body as a function, whose inputs from `first` on are changed in place where that can be."""
+    return jaxpr_as_fun(reading_first(summing_in_place(body, first), first))
 
 
 NEVER = -1  # a position that a loop without a limit does not reach

@@ -1,0 +1,144 @@
+"""Rows of an array are read before others are written in their place.
+
+XLA on a CPU copies the whole array in each step of a loop where it might write some elements before it has read
+others. It knows no order of operations but that of their operands. So a write is given what was read as an operand::
+
+    Before: y = scatter(x, i, rows);  r = gather(x, j)
+    After:  r = gather(x, [j, j])[0];  y = scatter(x, i if r is there, rows)
+
+And of a single block XLA computes the read again in each operation that uses it, which may be after the write. So
+two are read where one is needed.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src import jax_internals as jaxi
+from loopax._src.core.jaxpr.util import bind_again, equations_in, evaluate, map_programs, trace, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, Literal
+
+# A smaller array is copied within the time of an operation.
+_MIN_ELEMENTS = 2048
+
+
+def _writes_rows(eqn: Any) -> bool:
+    if not jaxi.updates(eqn) or not jaxi.may_be_updated(aval := eqn.invars[0].aval):
+        return False
+    return prod(aval.shape) >= max(_MIN_ELEMENTS, 4 * prod(jaxi.update_of(eqn).aval.shape))
+
+
+@weakly_cached
+def writes_rows(program: ClosedJaxpr) -> bool:
+    """Whether a program writes a small part of a large array."""
+    return any(map(_writes_rows, equations_in(program)))
+
+
+def reading_first(body: ClosedJaxpr, first: int) -> ClosedJaxpr:
+    """The body of a loop, or of a branch, whose inputs from `first` on may be changed in place.
+
+    It is the same body where all reads come before the writes as it is.
+    """
+    return _reading_first(body, first) or body
+
+
+@weakly_cached
+def _reading_first(body: ClosedJaxpr, first: int) -> ClosedJaxpr | None:
+    if not writes_rows(body):
+        return None
+    inlined = lambda eqn: program if (program := jaxi.called(eqn)) and writes_rows(program) else None  # noqa: E731
+    flat = trace(lambda *inputs: evaluate(body, inputs, _with_programs, inlined=inlined), body.in_avals)
+    order = _Order(flat, first)
+    return order.program() if order.late or any(map(_has_programs, body.eqns)) else None
+
+
+def _has_programs(eqn: Any) -> bool:
+    return _with_inner(eqn) is not eqn
+
+
+def _with_inner(eqn: Any) -> Any:
+    """A branch, or a loop of JAX, whose own programs read first."""
+    if jaxi.is_cond(eqn) or jaxi.is_scan(eqn) or jaxi.is_while(eqn):
+        return map_programs(eqn, lambda program: reading_first(program, 0))
+    return eqn
+
+
+def _with_programs(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    return bind_again(_with_inner(eqn), operands)
+
+
+class _Order:
+    """The order of the equations of a program."""
+
+    def __init__(self, closed: ClosedJaxpr, first: int) -> None:
+        self.closed, self.eqns = closed, closed.eqns
+        makers = {variable: k for k, eqn in enumerate(self.eqns) for variable in eqn.outvars}
+        # Of each equation, those that it needs.
+        self.needs = [{makers[v] for v in eqn.invars if not isinstance(v, Literal) and v in makers} for eqn in self.eqns]
+        self.late: dict[int, list[int]] = {}  # of a write, the reads that nothing else keeps in front of it
+        self.returned = {v for v in closed.outvars if not isinstance(v, Literal)}
+        for variable in dict.fromkeys(eqn.invars[0] for eqn in self.eqns if _writes_rows(eqn)):
+            if variable in makers or variable in closed.invars[first:]:
+                if variable not in self.returned:
+                    self._put_in_order(variable)
+
+    def _put_in_order(self, variable: Any) -> None:
+        users = [k for k, eqn in enumerate(self.eqns) if any(v is variable for v in eqn.invars)]
+        writes = [k for k in users if jaxi.updates(self.eqns[k])]
+        reads = [k for k in users if jaxi.reads_blocks(self.eqns[k])]
+        if len(writes) > 1 or len(writes) + len(reads) < len(users):
+            return
+        (write,) = writes
+        before = self._all_before(write)
+        late = [read for read in reads if not self._serves_only(read, write, before)]
+        # A read at a place that depends on the write, or that must come after it, is of a copy.
+        for read in late:
+            if write not in self._all_before(read):
+                self.needs[write].add(read)
+                self.late.setdefault(write, []).append(read)
+
+    def _all_before(self, k: int) -> set[int]:
+        found, new = set(), {k}
+        while new:
+            new = set().union(*(self.needs[i] for i in new)) - found
+            found |= new
+        return found
+
+    def _serves_only(self, read: int, write: int, before: set[int]) -> bool:
+        """Whether what is read goes nowhere but into a write."""
+        reached = {read}
+        for k in range(len(self.eqns)):
+            if k != write and (k == read or self.needs[k] & reached):
+                if k not in before or not self.returned.isdisjoint(self.eqns[k].outvars):
+                    return False
+                reached.add(k)
+        return True
+
+    def program(self) -> ClosedJaxpr:
+        """The program in this order."""
+        order: dict[int, None] = {}
+
+        def visit(k: int) -> None:
+            if k not in order:
+                for needed in sorted(self.needs[k]):
+                    visit(needed)
+                order[k] = None
+
+        for k in range(len(self.eqns)):
+            visit(k)
+        sorted_program = jaxi.replace_jaxpr(self.closed, eqns=[self.eqns[k] for k in order])
+        late = {id(self.eqns[write]): [self.eqns[read] for read in reads] for write, reads in self.late.items()}
+        reads, found = {id(eqn) for eqns in late.values() for eqn in eqns}, {}
+
+        def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            if id(eqn) in reads:
+                found[id(eqn)] = jaxi.read_twice(eqn, operands)
+                return [found[id(eqn)]]
+            if id(eqn) in late:
+                operands = jaxi.written_after(eqn, operands, [found[id(read)] for read in late[id(eqn)]])
+            return bind_again(eqn, operands)
+
+        return trace(lambda *inputs: evaluate(sorted_program, inputs, equation), self.closed.in_avals)
