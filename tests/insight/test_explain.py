@@ -412,15 +412,30 @@ def of_rows_in_jax(x):
     return lax.while_loop(lambda c: c[0] < 100, step, (0, x, jnp.zeros((100, 8))))[2].sum()
 
 
+def of_rows_without_a_bound(x):
+    step = lambda c: (c[0] + 1, *by_slices(*c))
+    return lx.while_loop(lambda c: c[0] < 100, step, (0, x, jnp.zeros((100, 8))))[2].sum()
+
+
+def of_rows_read_without_a_bound(x):
+    step = lambda c: (c[0] + 1, *with_rows_read(*c))
+    return lx.while_loop(lambda c: c[0] < 100, step, (0, x, jnp.zeros((100, 8))))[2].sum()
+
+
 def test_a_trajectory_in_the_carry():
-    programs = [*(partial(of_rows, step) for step in (by_index, by_slices, under_a_constant_condition)), of_rows_in_jax]
-    for program in programs:
+    """In a loop that touches all of it: of JAX, without a bound, or where the old or the new array is chosen."""
+    for program in (of_rows_in_jax, partial(of_rows, under_a_constant_condition)):
         ((name, line),) = warned(program, ONES)
         assert (name, line.endswith("# written")) == ("trajectory-in-carry", True)
     mapped_rows = jax.vmap(lambda x, n: of_rows(by_index, x, n))
+    mapped_rows_read = jax.vmap(lambda x, n: of_rows(with_rows_read, x, n))
     assert [name for name, _ in warned(mapped_rows, jnp.ones((4, 8)), jnp.arange(4))] == ["trajectory-in-carry"]
+    assert [name for name, _ in warned(mapped_rows_read, jnp.ones((4, 8)), jnp.arange(4))] == ["rows-written-in-carry"]
+    for step in (by_index, by_slices, with_rows_read):
+        assert not warned(partial(of_rows, step), ONES)
+    assert not warned(of_rows_without_a_bound, ONES)  # no version is stored, for none is read
     line = "return x, rows.at[i].set(x)  # written"
-    assert warned(partial(of_rows, with_rows_read), ONES) == [("rows-written-in-carry", line)]
+    assert warned(of_rows_read_without_a_bound, ONES) == [("rows-written-in-carry", line)]
 
 
 def test_no_rows_in_the_carry():

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core import BlocksThenResiduals
@@ -172,32 +172,39 @@ class Advice:
 
 def advice_for(found: FoundLoop, stored: Stored | None) -> list[Advice]:
     """All that there is to say of a loop."""
-    return [*_of_carry(found), *_slowest_lane(found), *_large_residuals(found, stored)]
+    return [*_of_carry(found, stored), *_slowest_lane(found), *_large_residuals(found, stored)]
 
 
-def _of_carry(found: FoundLoop) -> Iterator[Advice]:
+def _of_carry(found: FoundLoop, stored: Stored | None) -> Iterator[Advice]:
     """What happens to the leaves of the carry in the body."""
     body = without_calls(found.loop.body)
     makers = {variable: eqn for eqn in body.eqns for variable in eqn.outvars}
     inputs = [body.invars[i] for i in found.loop.carry_range]
-    for value, start, end in zip(found.carry, inputs, body.outvars, strict=False):
+    kept = stored.leaves if stored and stored.what == "carries" else (False,) * len(inputs)
+    for value, start, end, is_kept in zip(found.carry, inputs, body.outvars, kept, strict=False):
         leaf = f"{value.name or 'a leaf of the carry'} ({type_in_words(start.aval)}"
         if (write := _write_to(start, end, makers)) is not None:
-            size, written = num_bytes([start.aval]), max(num_bytes([jaxi.update_of(write).aval]), 1)
-            if size < max(_LARGE, _MANY_ROWS * written):
+            size, written = num_bytes([start.aval]), max(num_bytes([jaxi.update_of(write.eqn).aval]), 1)
+            # A loop of loopax touches what is written, unless versions of the array are stored, or chosen from.
+            is_in_place = found.library == "loopax" and not (is_kept or write.is_chosen)
+            if is_in_place or size < max(_LARGE, _MANY_ROWS * written):
                 continue
             what = f"{leaf}, {in_bytes(size)}) is carried, though a step writes {in_bytes(written)} of it"
             cost = "A step of a gradient then touches all of it"
             if _is_read(body, start):
                 name = "rows-written-in-carry"
-                way = "append to a `loopax.Buffer` in its place, or keep the last rows in a `loopax.History`."
+                way = "append to a `loopax.Buffer` in its place, or keep the last rows in a `loopax.History`"
             else:
                 name, what = "trajectory-in-carry", f"{what} and never reads it"
                 way = (
                     "return the rows as `ys` of `loopax.scan` in its place (or append to a `loopax.Buffer`, where not "
-                    "every step writes one)."
+                    "every step writes one)"
                 )
-            yield Advice(name, source_of(write), f"{what}. {cost}: {way}")
+            if found.library == "lax":
+                way += ". A loop of loopax with a bound touches what is written, and nothing else"
+            elif is_kept and found.loop.bound is None:
+                way += ". With a bound, such as `max_steps=`, no version of it is stored"
+            yield Advice(name, source_of(write.eqn), f"{what}. {cost}: {way}.")
         elif (cast := _round_trip(start, end, makers)) is not None:
             yield Advice(
                 "dtype-round-trip",
@@ -207,7 +214,14 @@ def _of_carry(found: FoundLoop) -> Iterator[Advice]:
             )
 
 
-def _write_to(start: Any, end: Any, makers: dict[Any, Any], write: Any = None) -> Any:
+class _Write(NamedTuple):
+    """How a part of a leaf is written."""
+
+    eqn: Any  # the last write
+    is_chosen: bool = False  # between the old array and the new one
+
+
+def _write_to(start: Any, end: Any, makers: dict[Any, Any], write: _Write | None = None) -> _Write | None:
     """The equation that writes a part of a leaf, where `end` is this leaf with that part changed.
 
     `write` is a later one; other parts may be written before.
@@ -218,12 +232,13 @@ def _write_to(start: Any, end: Any, makers: dict[Any, Any], write: Any = None) -
     if eqn is None:
         return None
     if jaxi.updates(eqn):
-        return _write_to(start, eqn.invars[0], makers, write or eqn)
+        return _write_to(start, eqn.invars[0], makers, write or _Write(eqn))
     if eqn.primitive is fill_inactive_p and write:
-        return _write_to(start, eqn.invars[2], makers, write)
+        return _write_to(start, eqn.invars[2], makers, write._replace(is_chosen=True))
     # The old value or the new one: a write under a condition, or for lanes that have not finished.
     cases = eqn.invars[1:] if jaxi.is_select(eqn) else ()
-    return next(filter(None, (_write_to(start, case, makers, write) for case in cases)), None)
+    found = next(filter(None, (_write_to(start, case, makers, write) for case in cases)), None)
+    return found and found._replace(is_chosen=True)
 
 
 def _is_read(body: ClosedJaxpr, start: Any) -> bool:

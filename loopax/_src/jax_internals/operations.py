@@ -89,7 +89,10 @@ is_reduction_or_move = one_of(
 
 # ---- what is written in place
 
-updates = one_of("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+updates = one_of(
+    *("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"),
+    *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
+)
 
 
 def update_of(eqn: Any) -> Any:

@@ -1,0 +1,150 @@
+"""A step that reads and writes rows of a large array in the carry copies it in no direction."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopax as lx
+from loopax._src.core.jaxpr.access_order import reading_first
+from tests.support.reference import assert_close
+
+ROWS, WIDTH, STEPS = 640, 4, 7
+ARRAY = jnp.sin(jnp.arange(ROWS * WIDTH, dtype=float)).reshape(ROWS, WIDTH)
+START = jnp.array([0.3, -0.2, 0.1, 0.5])
+
+
+def f(x: Any) -> Any:
+    return 1.1 * jnp.sin(x)
+
+
+def swap(i: Any, x: Any, a: Any) -> Any:
+    j = (i * 31) % ROWS
+    return x, a.at[i].set(a[j] * x).at[j].set(f(a[i]))
+
+
+def in_a_branch(i: Any, x: Any, a: Any) -> Any:
+    return f(x), lax.cond(i % 2 == 0, lambda a: a.at[i + 1].set(x * a[i]).at[i].add(x), lambda a: a, a)
+
+
+def inner(loop: Any) -> Any:
+    return lambda i, x, a: (x, loop(0, 2, lambda j, a: a.at[i + j + 1].set(f(a[i + j]) * a[i]), a))
+
+
+# (number of the step, carried vector, carried array) -> both
+STEPS_OF = {
+    "trajectory": lambda i, x, a: (f(x), a.at[i + 1].set(f(x))),
+    "trajectory that is read": lambda i, x, a: (x, a.at[i + 1].set(f(a[i]) * x)),
+    "slices": lambda i, x, a: (
+        x,
+        lax.dynamic_update_slice_in_dim(a, f(lax.dynamic_slice_in_dim(a, i, 2)), 2 * i + 1, 0),
+    ),
+    "sums": lambda i, x, a: (f(x) + a[i], a.at[(7 * i) % ROWS].add(x)),
+    "neighbours": lambda i, x, a: (x + a[i], a.at[i + 1].set(f(a[i + 1]) + 0.5 * jnp.cos(a[i]) * a[i + 2])),
+    "the last rows": lambda i, x, a: (x, a.at[i % 3].set(f(a[(i + 1) % 3]) * a[(i + 2) % 3] * x)),
+    "an element": lambda i, x, a: (x, a.at[i + 1, 3].set(jnp.sin(a[i, 3]) + a[i, 2] * x[0])),
+    "rows at once": lambda i, x, a: (
+        x,
+        a.at[jnp.stack([i, i + 2])].set(f(a[jnp.stack([i + 1, i + 2])]), unique_indices=True),
+    ),
+    "rows that may be outside": lambda i, x, a: (
+        x + a.at[ROWS - 3 + i].get(mode="fill", fill_value=0.5),
+        a.at[ROWS - 3 + i].add(x * a[i], mode="drop"),
+    ),
+    "a factor": lambda i, x, a: (x + a[i], a.at[i - 3].multiply(x)),
+    "swap": swap,
+    "a branch": in_a_branch,
+    "an inner loop of lax": inner(lax.fori_loop),
+    "an inner loop": inner(lx.fori_loop),
+}
+LOOPS = {
+    "fori": lambda body, s, **options: lx.fori_loop(0, STEPS, body, s, **options),
+    "while": lambda body, s, **options: lx.while_loop(
+        lambda c: c[0] < STEPS, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), s), max_steps=STEPS + 2, **options
+    )[1],
+}
+KINDS: dict[str, Any] = {
+    "auto": {},
+    "residuals": {"kind": "residuals"},
+    "bounded": {"kind": "bounded"},
+    "checkpointed": {"kind": lx.Checkpointed(3)},
+    "unbounded": {"kind": lx.Checkpointed(3), "max_steps": None},
+}
+EACH_STEP = pytest.mark.parametrize("name", STEPS_OF)
+
+
+def energy(name: str, run: Any, options: Any) -> Any:
+    """A function of both leaves of the carry at first."""
+
+    def of(start: Any, array: Any) -> Any:
+        x, a = run(lambda i, s: STEPS_OF[name](i, *s), (start, array), **options)
+        return jnp.vdot(x, START) + jnp.vdot(a, jnp.cos(ARRAY))
+
+    return of
+
+
+def unrolled(body: Any, s: Any) -> Any:
+    for i in range(STEPS):
+        s = body(jnp.int32(i), s)
+    return s
+
+
+slow_unless = lambda kind, loop: [pytest.mark.slow] if (kind, loop) not in {("auto", "fori"), ("checkpointed", "while")} else []  # noqa: E731,E501
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop"), [pytest.param(kind, loop, marks=slow_unless(kind, loop)) for kind in KINDS for loop in LOOPS if (kind, loop) != ("unbounded", "fori")]
+)
+@EACH_STEP
+def test_derivatives_are_those_of_the_unrolled_loop(name, kind, loop):
+    options = KINDS[kind]
+    if loop == "while" and "max_steps" in options:
+        run = lambda body, s, kind, max_steps: lx.while_loop(  # noqa: E731
+            lambda c: c[0] < STEPS, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), s), kind=kind
+        )[1]
+    else:
+        run = LOOPS[loop]
+    of, expected = energy(name, run, options), energy(name, unrolled, {})
+    derivatives = lambda of: lambda x, a: (  # noqa: E731
+        jax.value_and_grad(of, (0, 1))(x, a),
+        jax.jvp(lambda x, a: jax.grad(of, (0, 1))(x, a), (x, a), (START, 0.5 * ARRAY)),
+    )
+    assert_close(jax.jit(derivatives(of))(START, ARRAY), jax.jit(derivatives(expected))(START, ARRAY), 1e-4)
+
+
+def copies_in_loops(function: Any, *arguments: Any) -> list[str]:
+    """The operations in loops of a compiled program that make or copy a whole array."""
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    shape = rf"\w+\[{ROWS},{WIDTH}\]\S*"
+    inside = text[: text.index("\nENTRY")]
+    return re.findall(rf"= {shape} (?:copy|broadcast|add|pad|select)\(.*", inside)
+
+
+@pytest.mark.parametrize("kind", ["auto", pytest.param("checkpointed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [name for name in STEPS_OF if name != "a factor"])  # JAX multiplies whole arrays there
+def test_nothing_touches_the_whole_array_in_a_step(name, kind):
+    of = energy(name, LOOPS["fori"], KINDS[kind])
+    assert not copies_in_loops(jax.grad(of, (0, 1)), START, ARRAY)
+
+
+def test_a_step_whose_reads_come_first_stays_as_it_is():
+    body = lambda a, i: a.at[i + 1].set(f(a[i]) * a[i + 2])  # noqa: E731
+    closed = jax.make_jaxpr(body)(ARRAY, jnp.int32(0))
+    assert reading_first(closed, 0) is closed
+    small = jax.make_jaxpr(lambda a, i: (a[i] * 2, a.at[i].set(0.0)))(ARRAY[:20], jnp.int32(0))
+    assert reading_first(small, 0) is small
+
+
+def test_a_read_behind_the_write_and_one_of_both_versions():
+    def body(i: Any, s: Any) -> Any:
+        x, a = s
+        b = a.at[i].set(f(x))
+        j = jnp.int32(b[i, 0] > 0) + i  # a place that depends on the write
+        return x + a[j] + b[i + 1], b
+
+    of = lambda x, a: lx.fori_loop(0, STEPS, body, (x, a))[0].sum()  # noqa: E731
+    expected = lambda x, a: unrolled(body, (x, a))[0].sum()  # noqa: E731
+    assert_close(jax.grad(of, (0, 1))(START, ARRAY), jax.grad(expected, (0, 1))(START, ARRAY), 1e-5)
