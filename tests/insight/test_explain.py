@@ -441,15 +441,15 @@ def test_a_trajectory_in_the_carry():
 def test_no_rows_in_the_carry():
     """A stream, a buffer, a small array, one of few rows, and one that changes as a whole."""
 
-    def carried(rows, step, n=100):
+    def carried(rows, step, n=100, fori_loop=lax.fori_loop):
         def program(x):
-            last = lx.fori_loop(0, n, lambda i, c: (jnp.sin(c[0]), step(i, *c)), (x, rows))[1]
+            last = fori_loop(0, n, lambda i, c: (jnp.sin(c[0]), step(i, *c)), (x, rows))[1]
             return getattr(last, "rows", last).sum()
 
         return program
 
     stream = lambda x: lx.scan(lambda x, _: (jnp.sin(x), x), x, length=100)[1].sum()
-    buffer = carried(lx.Buffer(100, like=ONES), lambda i, x, rows: rows.append(x))
+    buffer = carried(lx.Buffer(100, like=ONES), lambda i, x, rows: rows.append(x), fori_loop=lx.fori_loop)
     small = carried(jnp.zeros(10), lambda i, x, rows: rows.at[i].set(x[0]), 10)
     few = carried(jnp.zeros((4, 512)), lambda i, x, rows: rows.at[i].set(x[0]), 4)
     whole = carried(jnp.zeros((100, 8)), lambda i, x, rows: (rows * 0.9).at[i].set(x))
