@@ -11,9 +11,9 @@ from benchmarks import cost_programs
 from benchmarks.cost_programs import Program
 from benchmarks.groups import Findings
 from loopax._src.core import LoopFacts, Plan
-from loopax._src.core.jaxpr.settings import DEFAULT_MEMORY
 from loopax._src.insight.compare import compiled, interleaved
 from loopax._src.kinds.auto import fitting
+from loopax._src.settings import DEFAULT_MEMORY
 
 ROUNDS = 15
 COMPILED = 2  # A program can take a third longer after another compilation. The best of so many counts.

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import cost_programs
 from benchmarks.auto import Choices
-from loopax._src.core.jaxpr.settings import Costs, Settings, in_use
+from loopax._src.settings import Costs, Settings, in_use
 
 # Where the search starts: what programs of one operation take.
 START = Costs(0.2, 0.4, 0.6, 0.15, 0.01, 0.08, 0.18, 0.5, 3.3, 60.0, 300.0)

@@ -17,8 +17,8 @@ from jax import Array, lax
 from loopax._command.installed import machine
 from loopax._command.table import show_table
 from loopax._src import configuration
-from loopax._src.core.jaxpr.settings import Costs
 from loopax._src.insight.compare import compiled, interleaved
+from loopax._src.settings import Costs
 
 # What the constants of `Costs` are scaled by: small programs, each of which spends its time on one kind of operation.
 # A probe of one operation does not measure what it costs in a program, where it stands among others. The constants

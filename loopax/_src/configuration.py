@@ -6,9 +6,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from loopax._src.core.jaxpr.settings import Costs, in_use
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int
+from loopax._src.settings import Costs, in_use
 
 VARIABLE = "LOOPAX_CALIBRATION"
 _AGAIN = "Write it again: python -m loopax calibrate FILE."

@@ -20,7 +20,7 @@ from loopax._command import calibrate as probes
 from loopax._command import demo as volley
 from loopax._command.table import show_table
 from loopax._src import configuration
-from loopax._src.core.jaxpr.settings import DEFAULT_MEMORY, Costs, costs
+from loopax._src.settings import DEFAULT_MEMORY, Costs, costs
 from tests.support.example_files import precision_of_a_user
 
 IMPORTED = """
@@ -290,7 +290,7 @@ def test_environment(tmp_path, monkeypatch):
 
 @pytest.mark.slow  # a process of its own
 def test_environment_is_read_with_the_first_name(tmp_path):
-    program = "import loopax as lx; lx.scan; from loopax._src.core.jaxpr.settings import costs; print(costs().call)"
+    program = "import loopax as lx; lx.scan; from loopax._src.settings import costs; print(costs().call)"
     environment = {"LOOPAX_CALIBRATION": str(written(tmp_path, call=7.0)), "PATH": ""}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "7.0"

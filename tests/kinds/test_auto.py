@@ -7,7 +7,7 @@ import pytest
 import loopax as lx
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
 from loopax._src.core.jaxpr.cost import arithmetic
-from loopax._src.core.jaxpr.settings import costs
+from loopax._src.settings import costs
 from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
 
 STEPS = 400

@@ -1,6 +1,7 @@
 """What a gradient stores and evaluates again, and which derivative it is.
 
-May import: core, core/buffer_versions, core/ir, core/jaxpr, core/row_buffers, jax_internals, pytrees, schedule.
+May import: core, core/buffer_versions, core/ir, core/jaxpr, core/row_buffers, jax_internals, pytrees, schedule,
+settings.
 """
 
 from loopax._src.core import Derivative, Kind

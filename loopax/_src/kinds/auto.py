@@ -5,11 +5,11 @@ from math import ceil
 from typing import Any, ClassVar, Literal
 
 from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Derivative, Kind, LoopFacts, Plan
-from loopax._src.core.jaxpr.settings import settings
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.implicit import Implicit
 from loopax._src.kinds.storing import Bounded, Checkpointed, Lax, Residuals
 from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_tracers
+from loopax._src.settings import settings
 
 _MEMORY = Why(
     "what a gradient stores", "give the most bytes that a gradient may take: one budget serves every number of steps"

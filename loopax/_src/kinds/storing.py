@@ -6,10 +6,10 @@ from typing import ClassVar
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual, NoReverseMode, Plan
 from loopax._src.core.ir.kind import Cost, Kind, LoopFacts
 from loopax._src.core.ir.plan import DEFAULT_SLOTS, Blocks, BlocksThenResiduals
-from loopax._src.core.jaxpr.settings import costs
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int
 from loopax._src.schedule.blocks import LastSteps, block_size, last_steps
+from loopax._src.settings import costs
 
 # `Lax`: the loop as `jax.lax` has it.
 

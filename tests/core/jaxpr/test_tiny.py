@@ -10,7 +10,7 @@ from jax import lax
 import loopax as lx
 from loopax._src.core import Checkpoints
 from loopax._src.core.jaxpr import cost as tiny
-from loopax._src.core.jaxpr.settings import costs
+from loopax._src.settings import costs
 
 Y = jnp.ones(3, jnp.float32)
 W = jnp.eye(3, dtype=jnp.float32)

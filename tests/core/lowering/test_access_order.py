@@ -92,25 +92,31 @@ def unrolled(body: Any, s: Any) -> Any:
     return s
 
 
-slow_unless = lambda kind, loop: [pytest.mark.slow] if (kind, loop) not in {("auto", "fori"), ("checkpointed", "while")} else []  # noqa: E731,E501
+FAST = {("auto", "fori"), ("checkpointed", "while")}
+LOOPS_OF_KINDS = [
+    pytest.param(kind, loop, marks=[] if (kind, loop) in FAST else pytest.mark.slow)
+    for kind in KINDS
+    for loop in LOOPS
+    if (kind, loop) != ("unbounded", "fori")
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "loop"), [pytest.param(kind, loop, marks=slow_unless(kind, loop)) for kind in KINDS for loop in LOOPS if (kind, loop) != ("unbounded", "fori")]
-)
+@pytest.mark.parametrize(("kind", "loop"), LOOPS_OF_KINDS)
 @EACH_STEP
 def test_derivatives_are_those_of_the_unrolled_loop(name, kind, loop):
     options = KINDS[kind]
     if loop == "while" and "max_steps" in options:
-        run = lambda body, s, kind, max_steps: lx.while_loop(  # noqa: E731
+        run = lambda body, s, kind, max_steps: lx.while_loop(
             lambda c: c[0] < STEPS, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), s), kind=kind
         )[1]
     else:
         run = LOOPS[loop]
     of, expected = energy(name, run, options), energy(name, unrolled, {})
-    derivatives = lambda of: lambda x, a: (  # noqa: E731
-        jax.value_and_grad(of, (0, 1))(x, a),
-        jax.jvp(lambda x, a: jax.grad(of, (0, 1))(x, a), (x, a), (START, 0.5 * ARRAY)),
+    derivatives = lambda of: (
+        lambda x, a: (
+            jax.value_and_grad(of, (0, 1))(x, a),
+            jax.jvp(jax.grad(of, (0, 1)), (x, a), (START, 0.5 * ARRAY)),
+        )
     )
     assert_close(jax.jit(derivatives(of))(START, ARRAY), jax.jit(derivatives(expected))(START, ARRAY), 1e-4)
 
@@ -119,6 +125,7 @@ def copies_in_loops(function: Any, *arguments: Any) -> list[str]:
     """The operations in loops of a compiled program that make or copy a whole array."""
     text = jax.jit(function).lower(*arguments).compile().as_text()
     shape = rf"\w+\[{ROWS},{WIDTH}\]\S*"
+    assert text is not None
     inside = text[: text.index("\nENTRY")]
     return re.findall(rf"= {shape} (?:copy|broadcast|add|pad|select)\(.*", inside)
 
@@ -131,7 +138,7 @@ def test_nothing_touches_the_whole_array_in_a_step(name, kind):
 
 
 def test_a_step_whose_reads_come_first_stays_as_it_is():
-    body = lambda a, i: a.at[i + 1].set(f(a[i]) * a[i + 2])  # noqa: E731
+    body = lambda a, i: a.at[i + 1].set(f(a[i]) * a[i + 2])
     closed = jax.make_jaxpr(body)(ARRAY, jnp.int32(0))
     assert reading_first(closed, 0) is closed
     small = jax.make_jaxpr(lambda a, i: (a[i] * 2, a.at[i].set(0.0)))(ARRAY[:20], jnp.int32(0))
@@ -145,6 +152,6 @@ def test_a_read_behind_the_write_and_one_of_both_versions():
         j = jnp.int32(b[i, 0] > 0) + i  # a place that depends on the write
         return x + a[j] + b[i + 1], b
 
-    of = lambda x, a: lx.fori_loop(0, STEPS, body, (x, a))[0].sum()  # noqa: E731
-    expected = lambda x, a: unrolled(body, (x, a))[0].sum()  # noqa: E731
+    of = lambda x, a: lx.fori_loop(0, STEPS, body, (x, a))[0].sum()
+    expected = lambda x, a: unrolled(body, (x, a))[0].sum()
     assert_close(jax.grad(of, (0, 1))(START, ARRAY), jax.grad(expected, (0, 1))(START, ARRAY), 1e-5)

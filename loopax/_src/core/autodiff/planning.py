@@ -22,9 +22,9 @@ from loopax._src.core.jaxpr.access_order import writes_rows
 from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.cost import arithmetic, evaluation
 from loopax._src.core.jaxpr.dependence import linear_results
-from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, keep_bits
+from loopax._src.settings import costs
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
 #

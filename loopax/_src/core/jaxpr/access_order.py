@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.util import bind_again, equations_in, evaluate, map_programs, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal
@@ -77,13 +74,14 @@ class _Order:
         self.closed, self.eqns = closed, closed.eqns
         makers = {variable: k for k, eqn in enumerate(self.eqns) for variable in eqn.outvars}
         # Of each equation, those that it needs.
-        self.needs = [{makers[v] for v in eqn.invars if not isinstance(v, Literal) and v in makers} for eqn in self.eqns]
+        self.needs = [
+            {makers[v] for v in eqn.invars if not isinstance(v, Literal) and v in makers} for eqn in self.eqns
+        ]
         self.late: dict[int, list[int]] = {}  # of a write, the reads that nothing else keeps in front of it
         self.returned = {v for v in closed.outvars if not isinstance(v, Literal)}
         for variable in dict.fromkeys(eqn.invars[0] for eqn in self.eqns if _writes_rows(eqn)):
-            if variable in makers or variable in closed.invars[first:]:
-                if variable not in self.returned:
-                    self._put_in_order(variable)
+            if (variable in makers or variable in closed.invars[first:]) and variable not in self.returned:
+                self._put_in_order(variable)
 
     def _put_in_order(self, variable: Any) -> None:
         users = [k for k, eqn in enumerate(self.eqns) if any(v is variable for v in eqn.invars)]

@@ -184,8 +184,9 @@ class _Evaluation:
         parts = [self.as_updated(x, aval) for x in operands]
         if parts == [None, None] or all(part is not None and part.base is not None for part in parts):
             return None
-        for i, (part, atom) in enumerate(zip(parts, eqn.invars, strict=True)):
-            if part is None and parts[1 - i].base is None and not isinstance(atom, Literal) and atom in self.of_one_use:
+        for i, other in enumerate(reversed(parts)):  # an array of which nobody else knows may be changed, too
+            atom = eqn.invars[i]
+            if other and not (parts[i] or other.base or isinstance(atom, Literal)) and atom in self.of_one_use:
                 parts[i] = Updated(aval, base=Base(operands[i]))
         a, b = (part or Updated(aval, (Update(x),)) for part, x in zip(parts, operands, strict=True))
         return Updated(aval, (*a.updates, *b.updates), a.base or b.base)

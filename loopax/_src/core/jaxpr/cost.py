@@ -12,9 +12,9 @@ import jax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, members, step_limits
-from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import inner_jaxprs, num_bytes
 from loopax._src.jax_internals import ClosedJaxpr, Literal
+from loopax._src.settings import costs
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.settings import settings
 from loopax._src.jax_internals import ClosedJaxpr, Literal, ad
+from loopax._src.settings import settings
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
-from loopax._src.core.jaxpr.settings import costs
 from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, split_list, trace, weakly_cached
 from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
 from loopax._src.core.masking import active_p, common_rows
 from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
+from loopax._src.settings import costs
 
 # The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
 #
