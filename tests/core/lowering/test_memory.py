@@ -129,6 +129,48 @@ def test_memory_with_a_bound(steps, checkpoints):
     assert carries(lx.Checkpointed(checkpoints), steps) <= 1.06 * checkpoints + 6
 
 
+# Steps whose residuals are stored in place of carries: as large as a carry, and twice as large.
+COSTLY = {
+    "residuals of a carry": lambda h: 1.01 * jnp.sin(h),
+    "and of two": lambda h: jnp.sin(h) * jnp.cos(2 * h) * jnp.exp(-h * h),
+}
+GRID = [(100, 30, 64), (400, 60, 1024), (400, 399, 1024), (1000, 500, 1024)]
+MORE_OF_GRID = [(n, c, size) for n in (1000, 10_000) for c in (10, 64, 100, 200, 500, 700, 900) for size in (64, 1024)]
+
+
+def of_costly(step, steps, size, kind, loop="fori"):
+    """Temporary memory of the gradient of so many steps, in bytes."""
+    body = COSTLY[step]
+    if loop == "fori":
+        of = lambda h: lx.fori_loop(0, steps, lambda _, h: body(h), h, kind=kind).sum()
+    else:
+        most = steps if loop == "bounded while" else None
+        go_on, both = (lambda c: c[1] < steps), lambda c: (body(c[0]), c[1] + 1)
+        of = lambda h: lx.while_loop(go_on, both, (h, 0), max_steps=most, kind=kind)[0].sum()
+    return temporary(jax.grad(of), jnp.ones(size))
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoints", "size"), [*GRID, *(pytest.param(*m, marks=pytest.mark.slow) for m in MORE_OF_GRID)]
+)
+@pytest.mark.parametrize("step", COSTLY)
+def test_a_budget_holds_where_residuals_are_stored(step, steps, checkpoints, size):
+    """Beside the derivative of a step: also where the way forward stores residuals of the last steps."""
+    carry, number = STATE.dtype.itemsize * size, 28  # a slot also has the number of its step
+    of_step = of_costly(step, steps, size, lx.Checkpointed(2)) - 2 * carry
+    needed = of_costly(step, steps, size, lx.Checkpointed(checkpoints)) - of_step
+    assert needed <= checkpoints * (carry + number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["fori", "bounded while", "while"])
+@pytest.mark.parametrize("mebibytes", [1, 4, 16])
+@pytest.mark.parametrize("step", COSTLY)
+def test_the_memory_of_auto_is_kept(step, mebibytes, loop):
+    of_step = of_costly(step, 3000, 1024, lx.Checkpointed(2), loop) - 2 * STATE.dtype.itemsize * 1024
+    assert of_costly(step, 3000, 1024, lx.Auto(memory=mebibytes * 2**20), loop) - of_step <= mebibytes * 2**20
+
+
 @pytest.mark.parametrize("loop", [lx.fori_loop, lx.while_loop])
 def test_default_slots_of_a_loop_without_a_bound(loop):
     assert unbounded(None, loop) == unbounded(64, loop)

@@ -120,6 +120,9 @@ class _Evaluation:
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """The results; those that are not made yet are `Updated`."""
         self.values = jaxi.constants_of(self.closed) | dict(zip(self.closed.invars, inputs, strict=True))
+        leaves = [variable for sums in self.starts.values() for _, variable in sums.values()]
+        # With these an inner loop may have begun its sums: all else is added to them.
+        self.begun = {id(self.bases[id(self.values[variable])]) for variable in leaves}
         for eqn in self.closed.eqns:
             operands = [self._read(atom) for atom in eqn.invars]
             with jaxi.equation_context(eqn):
@@ -182,12 +185,16 @@ class _Evaluation:
         if any(atom.aval.shape != aval.shape for atom in eqn.invars):
             return None
         parts = [self.as_updated(x, aval) for x in operands]
-        if parts == [None, None] or all(part is not None and part.base is not None for part in parts):
+        if parts == [None, None]:
             return None
-        for i, other in enumerate(reversed(parts)):  # an array of which nobody else knows may be changed, too
-            atom = eqn.invars[i]
-            if other and not (parts[i] or other.base or isinstance(atom, Literal)) and atom in self.of_one_use:
-                parts[i] = Updated(aval, base=Base(operands[i]))
+        for i, (atom, part) in enumerate(zip(eqn.invars, parts, strict=True)):
+            other = parts[1 - i]
+            if part and other and part.base and other.base and id(other.base) in self.begun:
+                parts[i] = Updated(aval, (Update(self.array(part)),))
+            elif other and not (part or other.base or isinstance(atom, Literal)) and atom in self.of_one_use:
+                parts[i] = Updated(aval, base=Base(operands[i]))  # an array that nobody else knows may be changed, too
+        if all(part and part.base for part in parts):
+            return None
         a, b = (part or Updated(aval, (Update(x),)) for part, x in zip(parts, operands, strict=True))
         return Updated(aval, (*a.updates, *b.updates), a.base or b.base)
 
