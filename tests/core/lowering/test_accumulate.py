@@ -195,14 +195,14 @@ def test_lanes(name: str, kind: str, lanes: str) -> None:
 @pytest.mark.parametrize("loop", [lax.fori_loop, lx.fori_loop])
 def test_an_inner_loop_adds_to_the_sum_of_two_leaves(loop: Any) -> None:
     """It begins with one of them, to which the other is added before or after it."""
-    places = jnp.zeros(ROWS * WIDTH)
+    zeros = lambda: jnp.zeros(ROWS * WIDTH)
 
     def body(i: Any, c: Any) -> Any:
         a, b, d, x = c
-        adds = lambda start: loop(0, 2, lambda j, z: z + places.at[i + j].set(x), start)
-        return (a + b) + adds(places), jnp.sin(b), adds(places) + (d + b), jnp.cos(x)
+        adds = lambda: loop(0, 2, lambda j, z: z + zeros().at[i + j].set(x), zeros())
+        return (a + b) + adds(), jnp.sin(b), adds() + (d + b), jnp.cos(x)
 
-    expected = start = (places + 1, places + 2, places + 3, jnp.array(0.3))
+    expected = start = (zeros() + 1, zeros() + 2, zeros() + 3, jnp.array(0.3))
     for i in range(STEPS):
         expected = body(i, expected)
     assert_close(lx.fori_loop(0, STEPS, body, start), expected, 1e-12)
