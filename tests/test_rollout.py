@@ -11,6 +11,7 @@ import pytest
 from jax import Array
 
 import loopax as lx
+from tests.support.compiled import whole_arrays_in_loops
 from tests.support.complex_steps import gradient, hessian_product
 from tests.support.problem import BOUND, LOSSY, XS, H, W, mixed
 from tests.support.reference import assert_close
@@ -261,3 +262,17 @@ def test_a_second_eager_call_does_not_trace_again(every: int) -> None:
         options = {"history": lx.History(3, START), "key": KEY, "stop": stop, "save_every": every}
         lx.rollout(counted, STATE, jnp.int32(n), inputs=INPUTS, **options)
         assert len(traces) <= 2, n
+
+
+@pytest.mark.parametrize("rows", [300, 5000])
+def test_a_step_touches_no_more_of_a_longer_history(rows):
+    """Neither the values nor the cotangents of all rows are copied or computed in a step of the gradient."""
+
+    def total(weight: Any, start: Any, n: Any) -> Any:
+        step = lambda _, history: (None, jnp.tanh(weight * history[-1] * history[-3]))
+        history = lx.History(3, start)
+        return (lx.rollout(step, None, n, history=history, max_steps=rows, throw=False).outputs ** 2).sum()
+
+    text = jax.jit(jax.grad(total, (0, 1))).lower(jnp.ones(2), jnp.ones((3, 2)), jnp.int32(7)).compile().as_text() or ""
+    assert f"[{rows},2]" in text
+    assert not whole_arrays_in_loops(text, rows, 2)

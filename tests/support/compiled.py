@@ -1,4 +1,4 @@
-"""Compiled programs: when there are new ones, which collectives stand in loops, and how much memory a device needs."""
+"""Compiled programs: when there are new ones, what stands in loops, and how much memory a device needs."""
 
 import re
 from collections.abc import Iterator
@@ -43,6 +43,17 @@ def collectives(text: str) -> list[str]:
 
 def collectives_in_loops(text: str) -> list[str]:
     """Those in the bodies and conditions of its loops, and in what these call."""
+    return [found for body in _in_loops(text) for found in collectives(body)]
+
+
+def whole_arrays_in_loops(text: str, *shape: int) -> list[str]:
+    """What copies, fills or computes an array of this shape in its loops: not what writes a part of one in place."""
+    operation = rf"= \w+\[{','.join(map(str, shape))}\]\S* (?:copy|broadcast|add|multiply|pad|select|concatenate)\("
+    return [line.strip() for body in _in_loops(text) for line in body.splitlines() if re.search(operation, line)]
+
+
+def _in_loops(text: str) -> list[str]:
+    """The bodies and conditions of the loops of a program, and what these call."""
     computations = _computations(text)
     seen: set[str] = set()
     waiting = [name for body in computations.values() for name in _loop_parts(body)]
@@ -51,7 +62,7 @@ def collectives_in_loops(text: str) -> list[str]:
         if name not in seen:
             seen.add(name)
             waiting += _called(computations[name])
-    return [found for name in seen for found in collectives(computations[name])]
+    return [computations[name] for name in seen]
 
 
 def _computations(text: str) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """A step that reads and writes rows of a large array in the carry copies it in no direction."""
 
-import re
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ from jax import lax
 
 import loopax as lx
 from loopax._src.core.jaxpr.access_order import reading_first
+from tests.support.compiled import whole_arrays_in_loops
 from tests.support.reference import assert_close
 
 ROWS, WIDTH, STEPS = 640, 4, 7
@@ -121,20 +121,12 @@ def test_derivatives_are_those_of_the_unrolled_loop(name, kind, loop):
     assert_close(jax.jit(derivatives(of))(START, ARRAY), jax.jit(derivatives(expected))(START, ARRAY), 1e-4)
 
 
-def copies_in_loops(function: Any, *arguments: Any) -> list[str]:
-    """The operations in loops of a compiled program that make or copy a whole array."""
-    text = jax.jit(function).lower(*arguments).compile().as_text()
-    shape = rf"\w+\[{ROWS},{WIDTH}\]\S*"
-    assert text is not None
-    inside = text[: text.index("\nENTRY")]
-    return re.findall(rf"= {shape} (?:copy|broadcast|add|pad|select)\(.*", inside)
-
-
 @pytest.mark.parametrize("kind", ["auto", pytest.param("checkpointed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in STEPS_OF if name != "a factor"])  # JAX multiplies whole arrays there
 def test_nothing_touches_the_whole_array_in_a_step(name, kind):
     of = energy(name, LOOPS["fori"], KINDS[kind])
-    assert not copies_in_loops(jax.grad(of, (0, 1)), START, ARRAY)
+    text = jax.jit(jax.grad(of, (0, 1))).lower(START, ARRAY).compile().as_text() or ""
+    assert not whole_arrays_in_loops(text, ROWS, WIDTH)
 
 
 def test_a_step_whose_reads_come_first_stays_as_it_is():
