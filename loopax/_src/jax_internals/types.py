@@ -108,6 +108,26 @@ def unwritten(aval: AbstractValue) -> jax.Array:
     return vary(lax.broadcast(start, aval.shape, out_sharding=_explicit_sharding(aval)), varying_axes(aval))
 
 
+def after(x: jax.Array, others: Sequence[Any]) -> jax.Array:
+    """A number, or several, that XLA computes after arrays of numbers: it knows no order but that of operands."""
+    never = lax.optimization_barrier(jnp.bool_(False))
+    for other in others:
+        x = jnp.where(never, (other.reshape(-1)[0] == 0).astype(x.dtype), x)
+    return x
+
+
+def unwritten_after(aval: AbstractValue, others: Sequence[Any]) -> jax.Array:
+    """`unwritten`, which begins when other arrays are there: it can take the room of what they are made of.
+
+    Of the others those count that are arrays of numbers, on the device, on as many of them as it is.
+    """
+    axes, is_plain = varying_axes(aval), lambda x: is_number(x.dtype) and not is_on_host(x) and not any(spec_of(x))
+    counting = [x for x in others if is_plain(jax.typeof(x)) and x.size and varying_axes(x) <= axes]
+    if not (is_plain(aval) and counting):
+        return unwritten(aval)
+    return vary(lax.broadcast(after(zero(aval.dtype), counting), aval.shape), axes)
+
+
 # ---- extended dtypes, but for those of PRNG keys: zero, and how cotangents are added, are rules of theirs, not public
 
 

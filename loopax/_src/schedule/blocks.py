@@ -43,27 +43,26 @@ class LastSteps(NamedTuple):
 
 
 def last_steps(bound: int, checkpoints: int, carry: int, residuals: int) -> LastSteps | None:
-    """For how many of the last steps the residuals fit into the room of `checkpoints` carries, beside the blocks.
+    """For how many of the last steps the residuals fit into the room of `checkpoints` carries.
 
     `carry` and `residuals` are the sizes of a carry, and of the residuals of a step. The gradient evaluates the body
-    `2 * bound - recorded` times. None: those of no step fit, or with fewer than 2 sqrt(bound) carries, slots need fewer
-    evaluations.
+    `2 * bound - recorded` times. None: even blocks do not fit, or with fewer than 2 sqrt(bound) carries, slots need
+    fewer evaluations.
     """
     if checkpoints * checkpoints < 4 * bound:
         return None
-    room, row, replayed = checkpoints * carry, max(residuals, 1), max(carry, residuals)
-    if bound * row <= room:
-        return LastSteps(bound, 1)
-    # XLA sets aside room for the carries at the starts of blocks, for what a recomputed block stores, and for the
-    # residuals of the last steps: all of it at once, though these are used up when the first block is recomputed.
-    best = LastSteps(0, 1)
-    for block in range(1, min(room // replayed, isqrt(bound) + 1) + 1):
-        saved = block * row - carry  # by one more block
-        starts = max(-(-(bound * row + block * replayed - room) // saved), 1) if saved > 0 else 0
-        recorded = (room - starts * carry - block * replayed) // row
-        if 0 < bound - recorded <= starts * block and recorded > best.recorded:
-            best = LastSteps(recorded, block)
-    return best if best.recorded else None
+    # While the forward pass stores residuals, the carries at the starts of blocks are stored, too. Later, what one
+    # recomputed block stores takes the room of the forward pass's residuals.
+    for starts in range(checkpoints + 1):
+        left = (checkpoints - starts) * carry
+        recorded = min(left // max(residuals, 1), bound)
+        if recorded == bound:
+            return LastSteps(recorded, 1)
+        if starts:
+            block = -(-(bound - recorded) // starts)
+            if block * max(carry, residuals) <= left:
+                return LastSteps(recorded, block)
+    return None
 
 
 def two_level(num_steps: int, block: int, records: bool = False, recorded: int = 0) -> Iterator[Action]:

@@ -79,8 +79,7 @@ def test_two_levels_where_the_checkpoints_allow_for_them():
     evaluated = count_evaluations(lambda count, x: known(large, count, x, 1000, 64))
     assert evaluations(1000, 64) < evaluated <= 1.02 * evaluations(1000, 64)
     # Small residuals: each step is evaluated twice, but for the last ones, whose residuals are stored at once.
-    assert count_evaluations(lambda count, x: known(small, count, x, 1000, 64)) == 2000
-    assert count_evaluations(lambda count, x: known(small, count, x, 1000, 100)) == 1963
+    assert count_evaluations(lambda count, x: known(small, count, x, 1000, 64)) == 1960
 
 
 def product(counter, h):
@@ -89,7 +88,7 @@ def product(counter, h):
 
 
 # The last: room for the residuals of all steps, which take a little more than a carry.
-FORWARD = [(1000, 500, 1.547), pytest.param(1000, 68, 2.0, marks=pytest.mark.slow), (100, 103, 1.0)]
+FORWARD = [(1000, 500, 1.5), pytest.param(1000, 64, 1.965, marks=pytest.mark.slow), (100, 103, 1.0)]
 
 
 @pytest.mark.parametrize(("steps", "checkpoints", "optimum"), FORWARD)

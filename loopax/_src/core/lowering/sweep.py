@@ -19,7 +19,7 @@ from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import sweep_slots
-from loopax._src.jax_internals import ClosedJaxpr, is_scan, is_while, jaxpr_as_fun, unwritten, where, zeros
+from loopax._src.jax_internals import ClosedJaxpr, is_scan, is_while, jaxpr_as_fun, unwritten, unwritten_after, where, zeros
 
 # A reverse sweep by an inverse: `saved` holds the state after the last step, and each step back finds the one before.
 #
@@ -253,7 +253,10 @@ def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any],
         progress = walk._replace(reverse=True).run(steps, progress, jnp.int32(-1))
         return TwoLevelState(at.block - 1, stored, progress)
 
-    stored = [unwritten(stacked(aval, size)) for aval in bodies.stored_avals]
+    # Where the loop is the first of two, the residuals of the other one are used up when its cotangents are there: the
+    # blocks have their room (`core/autodiff/planning.py`).
+    waits = [x for x in progress.carry if saving.record_bytes]
+    stored = [unwritten_after(stacked(aval, size), waits) for aval in bodies.stored_avals]
     last_block = (track.num_steps + (size - 1)) // size - 1
     at = TwoLevelState(last_block, stored, progress)
     return lax.while_loop(lambda at: at.block >= 0, one_block, at).progress
