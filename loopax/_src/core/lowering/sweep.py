@@ -19,7 +19,16 @@ from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import sweep_slots
-from loopax._src.jax_internals import ClosedJaxpr, is_scan, is_while, jaxpr_as_fun, unwritten, unwritten_after, where, zeros
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    is_scan,
+    is_while,
+    jaxpr_as_fun,
+    unwritten,
+    unwritten_after,
+    where,
+    zeros,
+)
 
 # A reverse sweep by an inverse: `saved` holds the state after the last step, and each step back finds the one before.
 #
