@@ -112,7 +112,8 @@ def after(x: jax.Array, others: Sequence[Any]) -> jax.Array:
     """A number, or several, that XLA computes after arrays of numbers: it knows no order but that of operands."""
     never = lax.optimization_barrier(jnp.bool_(False))
     for other in others:
-        x = jnp.where(never, (other.reshape(-1)[0] == 0).astype(x.dtype), x)
+        first = lax.slice(other, (0,) * other.ndim, (1,) * other.ndim).reshape(())
+        x = jnp.where(never, (first == 0).astype(x.dtype), x)
     return x
 
 
