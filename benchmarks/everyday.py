@@ -4,6 +4,7 @@ The first twenty are those by which defaults are judged. The other ten are for t
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -298,6 +299,140 @@ def denoiser(scan: Scan) -> Callable[..., Array]:
     return loss
 
 
+def gru(scan: Scan) -> Callable[..., Array]:
+    def loss(weights: dict[str, Array], xs: Array) -> Array:
+        def step(h: Array, x: Array) -> Any:
+            both = jnp.concatenate([x, h])
+            z, r = jax.nn.sigmoid(both @ weights["z"]), jax.nn.sigmoid(both @ weights["r"])
+            return (1 - z) * h + z * jnp.tanh(jnp.concatenate([x, r * h]) @ weights["h"]), None
+
+        return (scan(step, jnp.zeros(32), xs)[0] ** 2).sum()
+
+    return loss
+
+
+def reaction(scan: Scan) -> Callable[..., Array]:
+    """Two substances on a plane."""
+
+    def loss(p: Array, u: Array) -> Array:
+        def step(s: Any, _: None) -> Any:
+            u, v = s
+            uvv = u * v * v
+            return (u + 0.16 * laplace(u) - uvv + p[0] * (1 - u), v + 0.08 * laplace(v) + uvv - (p[0] + p[1]) * v), None
+
+        return (scan(step, (u, 1 - u), None, length=200)[0][1] ** 2).mean()
+
+    return loss
+
+
+def smoothing(scan: Scan) -> Callable[..., Array]:
+    def loss(p: Array, ys: Array) -> Array:
+        def step(s: Any, y: Array) -> Any:
+            level, trend = s
+            new = p[0] * y + (1 - p[0]) * (level + trend)
+            return (new, p[1] * (new - level) + (1 - p[1]) * trend), (y - level - trend) ** 2
+
+        return scan(step, (ys[0], jnp.float32(0)), ys)[1].mean()
+
+    return loss
+
+
+def powers(scan: Scan) -> Callable[..., Array]:
+    def loss(matrix: Array, x: Array) -> Array:
+        step = lambda x, _: ((y := matrix @ x) / jnp.linalg.norm(y), None)
+        x = scan(step, x, None, length=100)[0]
+        return x @ matrix @ x
+
+    return loss
+
+
+def inner_adam(scan: Scan) -> Callable[..., Array]:
+    """Steps of Adam, differentiated with respect to what it is trained on."""
+
+    def loss(xs: Array, ys: Array) -> Array:
+        gradient = jax.grad(lambda w: ((jnp.tanh(xs @ w) - ys) ** 2).mean())
+
+        def step(s: Any, i: Array) -> Any:
+            w, m, v = s
+            g = gradient(w)
+            m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
+            return (w - 0.05 * m / (1 - 0.9**i) / jnp.sqrt(v / (1 - 0.99**i) + 1e-8), m, v), None
+
+        zeros = jnp.zeros(xs.shape[1])
+        return ((xs @ scan(step, (zeros + 0.1, zeros, zeros), jnp.arange(1.0, 51.0))[0][0] - ys) ** 2).mean()
+
+    return loss
+
+
+def bodies(scan: Scan) -> Callable[..., Array]:
+    def loss(masses: Array, start: Array) -> Array:
+        def step(s: Any, _: None) -> Any:
+            x, v = s
+            apart = x[:, None] - x
+            v = v - 0.01 * (masses[None, :, None] * apart / ((apart**2).sum(-1, keepdims=True) + 0.1) ** 1.5).sum(1)
+            return (x + 0.01 * v, v), None
+
+        return (scan(step, (start, 0 * start), None, length=100)[0][0] ** 2).mean()
+
+    return loss
+
+
+def attention(scan: Scan) -> Callable[..., Array]:
+    """Over blocks of keys, with a running maximum."""
+
+    def loss(q: Array, blocks: tuple[Array, Array]) -> Array:
+        def step(s: Any, block: tuple[Array, Array]) -> Any:
+            most, total, out = s
+            scores = q @ block[0].T / 8
+            new = jnp.maximum(most, scores.max(-1))
+            scale, weights = jnp.exp(most - new), jnp.exp(scores - new[:, None])
+            return (new, total * scale + weights.sum(-1), out * scale[:, None] + weights @ block[1]), None
+
+        start = jnp.full(q.shape[0], -1e9), jnp.zeros(q.shape[0]), jnp.zeros_like(q)
+        _, total, out = scan(step, start, blocks)[0]
+        return ((out / total[:, None]) ** 2).mean()
+
+    return loss
+
+
+def ring(scan: Scan) -> Callable[..., Array]:
+    """A delay equation, whose last thousand values stand in the carry."""
+
+    def loss(p: Array, last: Array) -> Array:
+        def step(last: Array, i: Array) -> Any:
+            past, now = last[(i + 1) % last.shape[0]], last[i % last.shape[0]]
+            new = now + 0.1 * (p[0] * past / (1 + past**2) - p[1] * now)
+            return last.at[(i + 1) % last.shape[0]].set(new), new
+
+        return (scan(step, last, jnp.arange(2000))[1] ** 2).mean()
+
+    return loss
+
+
+def annealing(scan: Scan) -> Callable[..., Array]:
+    def loss(logits: Array, noise: Array) -> Array:
+        def step(x: Array, given: Any) -> Any:
+            i, u = given
+            p = jax.nn.softmax((logits + jax.nn.softmax(x)) / (1 + 0.05 * i))
+            return x + p * u, (p * x).sum()
+
+        return scan(step, jnp.zeros_like(logits), (jnp.arange(200.0), noise))[1].mean()
+
+    return loss
+
+
+def predictor(scan: Scan) -> Callable[..., Array]:
+    """A network that corrects its own output."""
+
+    def loss(weights: dict[str, Array], x: Array) -> Array:
+        def step(y: Array, _: None) -> Any:
+            return y + 0.1 * jnp.tanh(jnp.tanh(jnp.concatenate([x, y], -1) @ weights["in"]) @ weights["out"]), None
+
+        return (scan(step, jnp.zeros_like(x), None, length=30)[0] ** 2).mean()
+
+    return loss
+
+
 _SYMMETRIC = normal(64, 64, scale=0.1)
 TWENTY: dict[str, tuple[Program, tuple[Any, ...]]] = {
     "LSTM": (lstm, (normal(96, 256, scale=0.1), normal(100, 16, 32))),
@@ -360,6 +495,23 @@ TWENTY: dict[str, tuple[Program, tuple[Any, ...]]] = {
 }
 
 
+TEN: dict[str, tuple[Program, tuple[Any, ...]]] = {
+    "GRU": (gru, ({name: normal(48, 32, scale=0.2, seed=i) for i, name in enumerate("zrh")}, normal(200, 16))),
+    "reaction and diffusion": (reaction, (jnp.array([0.04, 0.06]), 0.5 + normal(48, 48, scale=0.1))),
+    "exponential smoothing": (smoothing, (jnp.array([0.3, 0.1]), normal(1000))),
+    "power iteration": (powers, (_SYMMETRIC + _SYMMETRIC.T, normal(64))),
+    "steps of Adam": (inner_adam, (normal(128, 16), normal(128))),
+    "64 bodies": (bodies, (jnp.ones(64), normal(64, 3))),
+    "attention over blocks": (attention, (normal(128, 64), (normal(16, 128, 64), normal(16, 128, 64, seed=1)))),
+    "delay equation": (ring, (jnp.array([0.2, 0.1]), normal(1000) ** 2)),
+    "annealing": (annealing, (normal(100), normal(200, 100))),
+    "network that corrects itself": (
+        predictor,
+        ({"in": normal(64, 64, scale=0.2), "out": normal(64, 32, scale=0.2)}, normal(16, 32)),
+    ),
+}
+
+
 def default(step: Any, carry: Any, xs: Any, length: int | None = None, **options: Any) -> Any:
     """`lx.scan` of the arguments of `lax.scan`."""
     return lx.scan(step, carry, xs, length=length, **options)
@@ -381,7 +533,24 @@ def rows() -> list[dict[str, Any]]:
     return [*found, {"scan": "geometric mean", "lax, ms": "", "loopax, ms": "", **means}]
 
 
+def choices() -> list[dict[str, Any]]:
+    """What `Auto` takes, beside each kind: of the twenty, and of ten more."""
+    kinds = {"Auto()": "auto", "Residuals()": "residuals", "Bounded()": "bounded", "Checkpointed()": "checkpointed"}
+    found = []
+    for name, (program, arguments) in (TWENTY | TEN).items():
+        cases = [Case(of, jax.grad(program(partial(default, kind=kind))), arguments) for of, kind in kinds.items()]
+        of = {kind: measured.milliseconds for kind, measured in measure(cases, ROUNDS).items()}
+        auto = round(of["Auto()"] / min(list(of.values())[1:]), 2)
+        found.append(
+            {"scan": name} | {f"{kind}, ms": round(ms, 3) for kind, ms in of.items()} | {"Auto() / fastest": auto}
+        )
+    return found
+
+
 def tables() -> list[Findings]:
-    """The twenty."""
+    """The twenty, and the ten others."""
     remark = "Bounds: 0.85 of the time in the geometric mean and 1.25 at most, 0.4 of the memory."
-    return [Findings("Everyday scans: the gradient by default beside lax.scan", rows, remark)]
+    return [
+        Findings("Everyday scans: the gradient by default beside lax.scan", rows, remark),
+        Findings("Everyday scans: what Auto takes, the last ten unseen", choices),
+    ]
