@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import loopax as lx
 from loopax._src.core.jaxpr.access_order import reading_first
@@ -147,3 +148,24 @@ def test_a_read_behind_the_write_and_one_of_both_versions():
     of = lambda x, a: lx.fori_loop(0, STEPS, body, (x, a))[0].sum()
     expected = lambda x, a: unrolled(body, (x, a))[0].sum()
     assert_close(jax.grad(of, (0, 1))(START, ARRAY), jax.grad(expected, (0, 1))(START, ARRAY), 1e-5)
+
+
+def test_the_order_of_effects_stays():
+    """A place to read, which must come before the write, is asked of a function behind another effect."""
+    log = []
+
+    def place(i: Any) -> Any:
+        log.append(f"asked {i}")
+        return i
+
+    def body(i: Any, s: Any) -> Any:
+        x, a = s
+        b = a.at[i].set(f(x))
+        io_callback(lambda i: log.append(f"told {i}"), None, i, ordered=True)
+        j = io_callback(place, jax.ShapeDtypeStruct((), i.dtype), i, ordered=True)
+        return x + a[j], b
+
+    x, _ = jax.block_until_ready(lx.fori_loop(0, 2, body, (START, ARRAY)))
+    jax.effects_barrier()
+    assert log == ["told 0", "asked 0", "told 1", "asked 1"]
+    assert_close(x, START + ARRAY[0] + ARRAY[1], 1e-12)

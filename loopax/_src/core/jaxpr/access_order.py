@@ -11,6 +11,7 @@ two are read where one is needed.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -80,16 +81,21 @@ class _Order:
         self.needs = [
             {makers[v] for v in eqn.invars if not isinstance(v, Literal) and v in makers} for eqn in self.eqns
         ]
+        acting = [k for k, eqn in enumerate(self.eqns) if eqn.effects]  # their order stays
+        for k, after in pairwise(acting):
+            self.needs[after].add(k)
         self.late: dict[int, list[int]] = {}  # of a write, the reads that nothing else keeps in front of it
         self.returned = {v for v in closed.outvars if not isinstance(v, Literal)}
-        for variable in dict.fromkeys(eqn.invars[0] for eqn in self.eqns if _writes_rows(eqn)):
+        written = [eqn.invars[0] for eqn in self.eqns if _writes_rows(eqn) and not isinstance(eqn.invars[0], Literal)]
+        for variable in dict.fromkeys(written):
             if (variable in makers or variable in closed.invars[first:]) and variable not in self.returned:
                 self._put_in_order(variable)
 
     def _put_in_order(self, variable: Any) -> None:
         users = [k for k, eqn in enumerate(self.eqns) if any(v is variable for v in eqn.invars)]
-        writes = [k for k in users if jaxi.updates(self.eqns[k])]
-        reads = [k for k in users if jaxi.reads_blocks(self.eqns[k])]
+        accesses = [k for k in users if [v is variable for v in self.eqns[k].invars].index(True) == 0]
+        writes = [k for k in accesses if jaxi.updates(self.eqns[k])]
+        reads = [k for k in accesses if jaxi.reads_blocks(self.eqns[k])]
         if len(writes) > 1 or len(writes) + len(reads) < len(users):
             return
         (write,) = writes
