@@ -51,13 +51,16 @@ def _reading_first(body: ClosedJaxpr, first: int) -> ClosedJaxpr | None:
     if not writes_rows(body):
         return None
     inlined = lambda eqn: program if (program := jaxi.called(eqn)) and writes_rows(program) else None  # noqa: E731
-    flat = trace(lambda *inputs: evaluate(body, inputs, _with_programs, inlined=inlined), body.in_avals)
-    order = _Order(flat, first)
-    return order.program() if order.late or any(map(_has_programs, body.eqns)) else None
+    is_changed = False
 
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        nonlocal is_changed
+        new = _with_inner(eqn)
+        is_changed |= new is not eqn
+        return bind_again(new, operands)
 
-def _has_programs(eqn: Any) -> bool:
-    return _with_inner(eqn) is not eqn
+    order = _Order(trace(lambda *inputs: evaluate(body, inputs, equation, inlined=inlined), body.in_avals), first)
+    return order.program() if order.late or is_changed else None
 
 
 def _with_inner(eqn: Any) -> Any:
@@ -65,10 +68,6 @@ def _with_inner(eqn: Any) -> Any:
     if jaxi.is_cond(eqn) or jaxi.is_scan(eqn) or jaxi.is_while(eqn):
         return map_programs(eqn, lambda program: reading_first(program, 0))
     return eqn
-
-
-def _with_programs(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    return bind_again(_with_inner(eqn), operands)
 
 
 class _Order:
