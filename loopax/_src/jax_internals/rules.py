@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprTypeError, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from loopax._src.jax_internals import one_function
 from loopax._src.jax_internals.tracing import varying_as_needed
 from loopax._src.jax_internals.types import fits, has_tangents, is_nonzero, zeros
 
@@ -191,14 +192,16 @@ def register(
     own_primitives.append(primitive)
     if meaning is not None:
         meaning = varying_as_needed(meaning)
-        run = impl or jax.jit(meaning, static_argnames=params)
+        traced = jax.jit(meaning, static_argnames=params)
+        # What has types of its own runs as it is compiled within a program.
+        as_lowered = impl or (jax.jit(primitive.bind, static_argnames=params) if effectful_abstract_eval else traced)
 
         def unchecked(*arguments: Any, **params: Any) -> Any:  # a program may hold a step twice, to evaluate it again
             with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
-                return run(*arguments, **params)
+                return (traced if jax.config.jax_disable_jit else as_lowered)(*arguments, **params)
 
         impl = unchecked
-        lower = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
+        lower = one_function.lowering(primitive, meaning, traced)
         lowering = partial(lowering, lower) if lowering else lower
         abstract_eval = abstract_eval or partial(_types_of, primitive, meaning)
     if linear_in is not None:

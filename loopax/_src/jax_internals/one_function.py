@@ -1,0 +1,132 @@
+"""Loops of small steps, compiled for a CPU as one function, as jaxlib 0.12 compiles them without being told.
+
+Older versions run each operation of a step by a call of its own, which takes longer than a small operation, unless a
+step touches less than 1 kB. They make one function of a call that is marked so, but do not look whether they can: what
+is neither arithmetic nor a move of numbers does not compile. The marks are XLA's own, and not public.
+"""
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src.lib import version as _jaxlib_version
+from jax._src.sharding_impls import ShardingContext as _ShardingContext
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from loopax._src.jax_internals import operations
+from loopax._src.jax_internals.primitives import branches, called, is_cond, lax_loop, one_of
+from loopax._src.jax_internals.tracing import is_for_export
+from loopax._src.jax_internals.types import is_on_host
+
+# What is larger is left to libraries, which a function does not call, or is worth several threads. Found by trying.
+_MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library, and products of matrices of 8 rows or columns
+_MOST_COMPUTED = 2**14  # numbers of a result
+_MOST_IN_MATRIX = 2**18
+_MOST_EQUATIONS = 2000
+
+_SIZES = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
+_DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in _SIZES.items() for size in sizes}
+_adds_up = one_of("argmax", "argmin", *(f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")))
+_moves = one_of(
+    *("concatenate", "cummax", "cummin", "cumprod", "cumsum", "dynamic_slice", "gather", "pad", "rev", "slice"),
+    *("split", "stack", "transpose", "unstack", "optimization_barrier", "empty2"),
+)
+_keeps_array = one_of("reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "split", "unstack")
+
+_meanings: dict[Primitive, Any] = {}  # of our own primitives, as compiled functions
+
+
+def lowering(primitive: Primitive, meaning: Callable[..., Any], traced: Any) -> Callable[..., Any]:
+    """The rule by which an equation is compiled as what it means; `traced` is the meaning under `jax.jit`."""
+    _meanings[primitive] = traced
+    plain = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if not _is_told(ctx):
+            return plain(ctx, *operands, **params)
+        program = _with_functions(_meaning(primitive, ctx.avals_in, params))
+        return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *operands)
+
+    return rule
+
+
+def _is_told(ctx: Any) -> bool:
+    """Whether a program is compiled for one CPU by an XLA that makes functions only where it is told, and can."""
+    module, is_x86 = ctx.module_context, platform.machine() in ("x86_64", "AMD64")
+    platforms, devices = tuple(ctx.platforms or module.platforms), module.axis_context
+    is_one = isinstance(devices, _ShardingContext) and devices.num_devices == 1
+    return _jaxlib_version < (0, 12) and is_x86 and platforms == ("cpu",) and is_one and not is_for_export(ctx)
+
+
+def _meaning(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> ClosedJaxpr:
+    return _meanings[primitive].trace(*avals, **params).jaxpr
+
+
+def _with_functions(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with a marked call in the place of each loop of which a function can be made."""
+    eqns = [_marked(eqn) if lax_loop(eqn) and _can_be_function(eqn) else eqn for eqn in closed.eqns]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
+
+
+def _marked(eqn: Any) -> Any:
+    avals = [x.aval for x in eqn.invars]
+    run = jax.jit(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))
+    (call,) = jax.make_jaxpr(run)(*avals).eqns
+    with set_xla_metadata(xla_cpu_small_call="true", inlineable="false"):  # of the call alone: its program is there
+        (call,) = jax.make_jaxpr(lambda *operands: call.primitive.bind(*operands, **call.params))(*avals).eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+
+
+def _can_be_function(eqn: Any) -> bool:
+    left = _MOST_EQUATIONS
+    for inner in _within(eqn):
+        left -= 1
+        if left < 0 or not _is_simple(inner):
+            return False
+    return True
+
+
+def _within(eqn: Any) -> Iterator[Any]:
+    """An equation and all that it does, each operation in turn."""
+    yield eqn
+    for program in _programs(eqn):
+        for inner in program.eqns:
+            yield from _within(inner)
+
+
+def _programs(eqn: Any) -> list[ClosedJaxpr]:
+    if eqn.primitive in _meanings:
+        return [_meaning(eqn.primitive, [x.aval for x in eqn.invars], eqn.params)]
+    if (loop := lax_loop(eqn)) is not None:
+        return [loop.body, *([] if loop.cond is None else [loop.cond])]
+    if is_cond(eqn):
+        return list(branches(eqn))
+    program = called(eqn)
+    return [] if program is None else [program]
+
+
+def _is_simple(eqn: Any) -> bool:
+    """Whether XLA compiles an operation within a function, and is not slower there."""
+    arrays = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    if eqn.effects or not all(str(x.dtype) in _DTYPES and not is_on_host(x) for x in arrays):
+        return False
+    if eqn.primitive in _meanings or _programs(eqn):
+        return True
+    operands, computed = [x.aval for x in eqn.invars], max((x.aval.size for x in eqn.outvars), default=0)
+    if operations.writes_block(eqn):
+        computed = operations.update_of(eqn).aval.size
+    if computed > _MOST_COMPUTED and not _keeps_array(eqn):
+        return False
+    if _adds_up(eqn):
+        return operands[0].size <= _MOST_ADDED_UP
+    if operations.is_product(eqn):
+        (contracted, _), (lanes, _) = eqn.params["dimension_numbers"]
+        least, most = sorted(x.ndim for x in operands)
+        is_of_vector = not lanes and least <= 1 and most <= 2
+        is_tiny = not lanes and len(contracted) == 1 and all(n < 8 for x in operands for n in x.shape)
+        limit = _MOST_IN_MATRIX if most == 2 or not contracted else _MOST_ADDED_UP
+        return is_tiny or (is_of_vector and max(x.size for x in operands) <= limit)
+    return operations.writes_block(eqn) or operations.is_elementwise_operation(eqn) or _moves(eqn)
