@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from jax._src.lib import version as _jaxlib_version
 from jax._src.sharding_impls import ShardingContext as _ShardingContext
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from loopax._src.jax_internals import operations
@@ -21,6 +22,8 @@ from loopax._src.jax_internals.primitives import branches, called, is_cond, lax_
 from loopax._src.jax_internals.tracing import is_for_export
 from loopax._src.jax_internals.types import is_on_host
 
+# Whether XLA has to be told, and has been tried on such processors.
+NEEDS_TELLING = _jaxlib_version < (0, 12) and platform.machine() in ("x86_64", "AMD64")
 # What is larger is left to libraries, which a function does not call, or is worth several threads. Found by trying.
 _MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library, and products of matrices of 8 rows or columns
 _MOST_COMPUTED = 2**14  # numbers of a result
@@ -54,11 +57,10 @@ def lowering(primitive: Primitive, meaning: Callable[..., Any], traced: Any) -> 
 
 
 def _is_told(ctx: Any) -> bool:
-    """Whether a program is compiled for one CPU by an XLA that makes functions only where it is told, and can."""
-    module, is_x86 = ctx.module_context, platform.machine() in ("x86_64", "AMD64")
-    platforms, devices = tuple(ctx.platforms or module.platforms), module.axis_context
+    """Whether a program is compiled by an XLA that has to be told, for one CPU, here."""
+    platforms, devices = tuple(ctx.platforms or ctx.module_context.platforms), ctx.module_context.axis_context
     is_one = isinstance(devices, _ShardingContext) and devices.num_devices == 1
-    return _jaxlib_version < (0, 12) and is_x86 and platforms == ("cpu",) and is_one and not is_for_export(ctx)
+    return NEEDS_TELLING and platforms == ("cpu",) and is_one and not is_for_export(ctx)
 
 
 def _meaning(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> ClosedJaxpr:
@@ -73,11 +75,36 @@ def _with_functions(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _marked(eqn: Any) -> Any:
     avals = [x.aval for x in eqn.invars]
-    run = jax.jit(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))
-    (call,) = jax.make_jaxpr(run)(*avals).eqns
-    with set_xla_metadata(xla_cpu_small_call="true", inlineable="false"):  # of the call alone: its program is there
-        (call,) = jax.make_jaxpr(lambda *operands: call.primitive.bind(*operands, **call.params))(*avals).eqns
+    program = jax.make_jaxpr(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))(*avals)
+    (call,) = jax.make_jaxpr(lambda *operands: _function_p.bind(*operands, program=program))(*avals).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+
+
+# A call of a program as a function. It takes a tuple, as where XLA makes the function itself: an operand for which XLA
+# finds no use would not compile otherwise.
+_function_p = Primitive("one_function")
+_function_p.multiple_results = True
+_function_p.def_abstract_eval(lambda *_, program: program.out_avals)
+
+
+def _lower_function(ctx: Any, *operands: Any, program: ClosedJaxpr) -> list[Any]:
+    given = stablehlo.tuple(operands)
+    function = func.FuncOp("one_function", ([given.type], []), ip=ctx.module_context.ip)
+    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    ctx.module_context.symbol_table.insert(function)
+    with ir.InsertionPoint(function.add_entry_block()):
+        elements = [stablehlo.get_tuple_element(function.arguments[0], i) for i in range(len(operands))]
+        results = stablehlo.tuple(mlir.lower_fun(jaxpr_as_fun(program))(ctx, *elements))
+        func.ReturnOp([results])
+    function.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get([given.type], [results.type]))
+    call = func.CallOp([results.type], ir.FlatSymbolRefAttr.get(function.name.value), [given])
+    marks = {"xla_cpu_small_call": "true", "inlineable": "false"}
+    marks = {name: ir.StringAttr.get(value) for name, value in marks.items()}
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(marks)
+    return [stablehlo.get_tuple_element(call.result, i) for i in range(len(ctx.avals_out))]
+
+
+mlir.register_lowering(_function_p, _lower_function, platform="cpu")
 
 
 def _can_be_function(eqn: Any) -> bool:
