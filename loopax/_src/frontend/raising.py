@@ -153,6 +153,7 @@ register(
     raise_by_callback_p,
     impl=_raise_now,
     meaning=_raise_later,
+    params=["what"],
     lowering=_lowered,
     abstract_eval=lambda failed, *_, what: ShapedArray((), failed.dtype),  # noqa: ARG005
     batch_without_axis=_batch,

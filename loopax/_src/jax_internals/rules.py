@@ -193,12 +193,13 @@ def register(
     if meaning is not None:
         meaning = varying_as_needed(meaning)
         traced = jax.jit(meaning, static_argnames=params)
+        in_python = impl or traced
         # What has types of its own runs as it is compiled within a program.
-        as_lowered = impl or (jax.jit(primitive.bind, static_argnames=params) if effectful_abstract_eval else traced)
+        run = in_python if impl or not effectful_abstract_eval else jax.jit(primitive.bind, static_argnames=params)
 
         def unchecked(*arguments: Any, **params: Any) -> Any:  # a program may hold a step twice, to evaluate it again
             with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
-                return (traced if jax.config.jax_disable_jit else as_lowered)(*arguments, **params)
+                return (in_python if jax.config.jax_disable_jit else run)(*arguments, **params)
 
         impl = unchecked
         lower = one_function.lowering(primitive, meaning, traced)
