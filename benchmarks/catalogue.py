@@ -24,7 +24,6 @@ from benchmarks import (
     stochtrace_intervals,
     storeless,
     streams,
-    tiny_loops,
     truncated,
     ways,
 )
@@ -50,7 +49,6 @@ WITH_GROUPS = (
 )
 WITH_TABLES = (
     auto,
-    tiny_loops,
     ways,
     evaluations,
     everyday,

@@ -141,7 +141,7 @@ loopax.kinds:
     name
     error
     because(reason)
-  StepFacts(carry_bytes, residual_bytes, evaluation, read_bytes=, overhead=, carry_calls=, residual_calls=)
+  StepFacts(carry_bytes, residual_bytes, evaluation, read_bytes=, overhead=, residual_calls=)
 loopax.durable:
   AnotherProgramWarning(...)
   DamagedSaveWarning(...)

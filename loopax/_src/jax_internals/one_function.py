@@ -6,7 +6,8 @@ is neither arithmetic nor a move of numbers does not compile. The marks are XLA'
 """
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any
 
 import jax
@@ -22,10 +23,12 @@ from loopax._src.jax_internals.primitives import branches, called, is_cond, lax_
 from loopax._src.jax_internals.tracing import is_for_export
 from loopax._src.jax_internals.types import is_on_host
 
-# Whether XLA has to be told, and has been tried on such processors.
+# Whether XLA has to be told, and has been tried on such processors; and whether it makes functions of any size.
 NEEDS_TELLING = _jaxlib_version < (0, 12) and platform.machine() in ("x86_64", "AMD64")
+MAKES_FUNCTIONS = _jaxlib_version >= (0, 12) or NEEDS_TELLING
 # What is larger is left to libraries, which a function does not call, or is worth several threads. Found by trying.
-_MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library, and products of matrices of 8 rows or columns
+_MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
+_LEAST_OF_LIBRARY = 8  # rows or columns, in a product of matrices
 _MOST_COMPUTED = 2**14  # numbers of a result
 _MOST_IN_MATRIX = 2**18
 _MOST_EQUATIONS = 2000
@@ -42,13 +45,18 @@ _keeps_array = one_of("reshape", "squeeze", "expand_dims", "optimization_barrier
 _meanings: dict[Primitive, Any] = {}  # of our own primitives, as compiled functions
 
 
-def lowering(primitive: Primitive, meaning: Callable[..., Any], traced: Any) -> Callable[..., Any]:
-    """The rule by which an equation is compiled as what it means; `traced` is the meaning under `jax.jit`."""
+def lowering(
+    primitive: Primitive, meaning: Callable[..., Any], traced: Any, has_unused: Callable[..., bool] | None
+) -> Callable[..., Any]:
+    """The rule by which an equation is compiled as what it means; `traced` is the meaning under `jax.jit`.
+
+    `has_unused(**params)`: perhaps there are results that nobody uses, which XLA drops of a loop, and not of a function.
+    """
     _meanings[primitive] = traced
     plain = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if not _is_told(ctx):
+        if not _is_told(ctx) or (has_unused and has_unused(**params)):
             return plain(ctx, *operands, **params)
         program = _with_functions(_meaning(primitive, ctx.avals_in, params))
         return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *operands)
@@ -69,19 +77,23 @@ def _meaning(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any])
 
 def _with_functions(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program with a marked call in the place of each loop of which a function can be made."""
-    eqns = [_marked(eqn) if lax_loop(eqn) and _can_be_function(eqn) else eqn for eqn in closed.eqns]
+    eqns = [_as_function(eqn) if lax_loop(eqn) else eqn for eqn in closed.eqns]
     return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
 
 
-def _marked(eqn: Any) -> Any:
+def _as_function(eqn: Any) -> Any:
+    """A loop as a marked call, if it can be one; else as it is."""
     avals = [x.aval for x in eqn.invars]
     program = jax.make_jaxpr(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))(*avals)
+    if not can_be_function(program, _programs):
+        return eqn
     (call,) = jax.make_jaxpr(lambda *operands: _function_p.bind(*operands, program=program))(*avals).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
 # A call of a program as a function. It takes a tuple, as where XLA makes the function itself: an operand for which XLA
 # finds no use would not compile otherwise.
+_MARKS = '{xla_cpu_small_call = "true", inlineable = "false"}'
 _function_p = Primitive("one_function")
 _function_p.multiple_results = True
 _function_p.def_abstract_eval(lambda *_, program: program.out_avals)
@@ -94,37 +106,36 @@ def _lower_function(ctx: Any, *operands: Any, program: ClosedJaxpr) -> list[Any]
     ctx.module_context.symbol_table.insert(function)
     with ir.InsertionPoint(function.add_entry_block()):
         elements = [stablehlo.get_tuple_element(function.arguments[0], i) for i in range(len(operands))]
-        results = stablehlo.tuple(mlir.lower_fun(jaxpr_as_fun(program))(ctx, *elements))
+        inner = ctx.replace(const_lowering={})  # constants of one function are none of another
+        results = stablehlo.tuple(mlir.lower_fun(jaxpr_as_fun(program))(inner, *elements))
         func.ReturnOp([results])
     function.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get([given.type], [results.type]))
     call = func.CallOp([results.type], ir.FlatSymbolRefAttr.get(function.name.value), [given])
-    marks = {"xla_cpu_small_call": "true", "inlineable": "false"}
-    marks = {name: ir.StringAttr.get(value) for name, value in marks.items()}
-    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(marks)
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.Attribute.parse(_MARKS)
     return [stablehlo.get_tuple_element(call.result, i) for i in range(len(ctx.avals_out))]
 
 
 mlir.register_lowering(_function_p, _lower_function, platform="cpu")
 
 
-def _can_be_function(eqn: Any) -> bool:
-    left = _MOST_EQUATIONS
-    for inner in _within(eqn):
-        left -= 1
-        if left < 0 or not _is_simple(inner):
-            return False
-    return True
+def can_be_function(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]]) -> bool:
+    """Whether XLA makes one function of a loop that does this on a CPU; `programs` are those within an equation."""
+    return MAKES_FUNCTIONS and _length(program, programs) <= _MOST_EQUATIONS
 
 
-def _within(eqn: Any) -> Iterator[Any]:
-    """An equation and all that it does, each operation in turn."""
-    yield eqn
-    for program in _programs(eqn):
-        for inner in program.eqns:
-            yield from _within(inner)
+def _length(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]]) -> float:
+    """The number of equations, also of programs within; infinite if one cannot be in a function."""
+    total = 0.0
+    for eqn in program.eqns:
+        inner = list(programs(eqn))
+        if not _is_simple(eqn, bool(inner)):
+            return inf
+        total += 1 + sum(_length(program, programs) for program in inner)
+    return total
 
 
 def _programs(eqn: Any) -> list[ClosedJaxpr]:
+    """Those that an equation evaluates; of one of our own, what it means."""
     if eqn.primitive in _meanings:
         return [_meaning(eqn.primitive, [x.aval for x in eqn.invars], eqn.params)]
     if (loop := lax_loop(eqn)) is not None:
@@ -135,13 +146,13 @@ def _programs(eqn: Any) -> list[ClosedJaxpr]:
     return [] if program is None else [program]
 
 
-def _is_simple(eqn: Any) -> bool:
-    """Whether XLA compiles an operation within a function, and is not slower there."""
+def _is_simple(eqn: Any, holds_programs: bool) -> bool:
+    """Whether XLA compiles an operation within a function, and is not slower there, programs in it apart."""
     arrays = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     if eqn.effects or not all(str(x.dtype) in _DTYPES and not is_on_host(x) for x in arrays):
         return False
-    if eqn.primitive in _meanings or _programs(eqn):
-        return True
+    if holds_programs:
+        return eqn.primitive in _meanings or lax_loop(eqn) is not None or is_cond(eqn) or called(eqn) is not None
     operands, computed = [x.aval for x in eqn.invars], max((x.aval.size for x in eqn.outvars), default=0)
     if operations.writes_block(eqn):
         computed = operations.update_of(eqn).aval.size
@@ -150,10 +161,17 @@ def _is_simple(eqn: Any) -> bool:
     if _adds_up(eqn):
         return operands[0].size <= _MOST_ADDED_UP
     if operations.is_product(eqn):
-        (contracted, _), (lanes, _) = eqn.params["dimension_numbers"]
-        least, most = sorted(x.ndim for x in operands)
-        is_of_vector = not lanes and least <= 1 and most <= 2
-        is_tiny = not lanes and len(contracted) == 1 and all(n < 8 for x in operands for n in x.shape)
-        limit = _MOST_IN_MATRIX if most == 2 or not contracted else _MOST_ADDED_UP
-        return is_tiny or (is_of_vector and max(x.size for x in operands) <= limit)
+        return _is_of_vector(operands, eqn.params["dimension_numbers"])
     return operations.writes_block(eqn) or operations.is_elementwise_operation(eqn) or _moves(eqn)
+
+
+def _is_of_vector(operands: Sequence[Any], dimension_numbers: Any) -> bool:
+    """Whether a product is one of a vector, or of matrices that are smaller than what is left to a library."""
+    (contracted, _), (lanes, _) = dimension_numbers
+    least, most = sorted(x.ndim for x in operands)
+    if lanes or most > 2:
+        return False
+    if least == 2:
+        return len(contracted) == 1 and all(n < _LEAST_OF_LIBRARY for x in operands for n in x.shape)
+    is_sum = most == 1 and bool(contracted)
+    return max(x.size for x in operands) <= (_MOST_ADDED_UP if is_sum else _MOST_IN_MATRIX)

@@ -157,6 +157,8 @@ def register(
     # (*operands, **p) -> results: the primitive as a function of JAX, run by `jax.jit` and compiled by tracing it.
     meaning: Rule = None,
     params: Sequence[str] = (),  # the names of the primitive's parameters, for `jax.jit`
+    # (**p) -> whether there may be results that nobody uses, but `dce` keeps.
+    has_unused: Rule = None,
     # How the primitive is run, and compiled, where it has no `meaning`; with one, `impl` may run it otherwise, and
     # `lowering` gets the rule that compiles the meaning as its first argument.
     impl: Rule = None,
@@ -198,11 +200,12 @@ def register(
         run = in_python if impl or not effectful_abstract_eval else jax.jit(primitive.bind, static_argnames=params)
 
         def unchecked(*arguments: Any, **params: Any) -> Any:  # a program may hold a step twice, to evaluate it again
+            is_python = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
             with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
-                return (in_python if jax.config.jax_disable_jit else run)(*arguments, **params)
+                return (in_python if is_python else run)(*arguments, **params)
 
         impl = unchecked
-        lower = one_function.lowering(primitive, meaning, traced)
+        lower = one_function.lowering(primitive, meaning, traced, has_unused)
         lowering = partial(lowering, lower) if lowering else lower
         abstract_eval = abstract_eval or partial(_types_of, primitive, meaning)
     if linear_in is not None:

@@ -118,7 +118,7 @@ class Bounded(Kind):
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
-        return cost_of_rows(loop, loop.step.carry_bytes, loop.step.evaluation + loop.step.carry_calls)
+        return cost_of_rows(loop, loop.step.carry_bytes, loop.step.evaluation)
 
 
 # `Checkpointed`: some carries are stored, and the steps between them evaluated again.
@@ -128,9 +128,6 @@ _CHECKPOINTS = Why(
     "how much memory a gradient uses",
     "give the most carries that there is room for: one budget serves every number of steps",
 )
-
-# Rows of a block are few, and XLA calls operations on small arrays one after another: that costs half as much.
-CALLS_OF_BLOCKS = 0.5
 
 
 @api_boundary
@@ -224,7 +221,6 @@ class Checkpointed(Kind):
         count, step = self._carries(loop), loop.step
         size = step.carry_bytes
         time = 2 * step.evaluation + step.overhead + costs().storing(size, count * size)
-        time += CALLS_OF_BLOCKS * step.carry_calls
         last = self._last_steps(loop)
         if last is not None and loop.bound:
             residuals = max(step.residual_bytes, step.read_bytes)

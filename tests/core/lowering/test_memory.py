@@ -13,6 +13,7 @@ from tests.support.problem import KINDS, name_of
 WIDTH = 64
 WEIGHTS = jnp.full((WIDTH, WIDTH), 1 / WIDTH)
 STATE = jnp.ones(WIDTH)
+LARGE = jnp.ones(16 * WIDTH)  # beside which counters take nothing
 
 
 def temporary(function, *args):
@@ -32,7 +33,7 @@ def rnn(w, h, kind, steps):
 def carries(kind, steps):
     """Temporary memory of the gradient of an elementwise recurrence, in carries."""
     loop = lambda h: lx.fori_loop(0, steps, lambda i, h: jnp.tanh(1.1 * h), h, kind=kind).sum()
-    return temporary(jax.grad(loop), STATE) / STATE.nbytes
+    return temporary(jax.grad(loop), LARGE) / LARGE.nbytes
 
 
 def test_checkpointed_stores_two_square_roots_and_bounded_every_carry_once():
@@ -103,7 +104,7 @@ def unbounded(checkpoints, loop=lx.fori_loop):
     else:
         body = lambda c: (jnp.tanh(1.1 * c[0]), c[1] + 1)
         f = lambda h, n: lx.while_loop(lambda c: c[1] < n, body, (h, 0), kind=lx.Checkpointed(checkpoints))[0].sum()
-    return temporary(jax.grad(f), STATE, np.int32(9)) / STATE.nbytes
+    return temporary(jax.grad(f), LARGE, np.int32(9)) / LARGE.nbytes
 
 
 @pytest.mark.parametrize("loop", [lx.fori_loop, lx.while_loop])

@@ -12,18 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.autodiff.transpose import transposed_step
 from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, StepFacts
-from loopax._src.core.ir.linear_loop import LinearLoop
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
-from loopax._src.core.jaxpr import cost as tiny
 from loopax._src.core.jaxpr.access_order import writes_rows
-from loopax._src.core.jaxpr.accumulate import summing_in_place
-from loopax._src.core.jaxpr.cost import arithmetic, evaluation
-from loopax._src.core.jaxpr.dependence import linear_results
-from loopax._src.core.jaxpr.util import flatten, num_bytes, trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, keep_bits
+from loopax._src.core.jaxpr.cost import ROW, STEP, arithmetic, evaluation, is_function
+from loopax._src.core.jaxpr.util import num_bytes, trace, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun, keep_bits
 from loopax._src.settings import costs
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
@@ -142,28 +137,6 @@ def _measure(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
     read = num_bytes(by_carry.known.input_avals.xs)
     again = evaluation(by_carry.known.body) + costs().cached_byte * read
     facts = StepFacts(carry, num_bytes(rows), again, num_bytes(by_residual.residual_avals))
-    calls_of_rows = costs().call * len(rows)
-    if not tiny.is_tiny(by_carry.known.body):
-        return facts._replace(overhead=costs().step, residual_calls=calls_of_rows)
-    ahead = tiny.calls(by_residual.known.body, tiny.MOST_STORING, num_bytes(rows))
-    back = _calls_of_derivative(by_residual.linear, tiny.MOST_FROM_RESIDUALS)
-    return facts._replace(
-        evaluation=arithmetic(by_carry.known.body),
-        overhead=tiny.STEP,
-        carry_calls=_calls_of_derivative(by_carry.linear, tiny.MOST_FROM_CARRIES),
-        residual_calls=ahead + back + (2 * calls_of_rows if ahead or back else tiny.ROW * len(rows)),
-    )
-
-
-def _calls_of_derivative(linear: LinearLoop, most: int) -> float:
-    """Those of a step that only the last carry's cotangent asks for; none where the step has no transpose.
-
-    JAX does not only ask for derivatives: where it looks for what is the same at every step of a `lax.scan`, values are
-    unknown, and not tangents, so that what depends on them need not be linear.
-    """
-    wanted = [*linear.linear_carry, *(False for _ in linear.output_avals.ys)]
-    needed = dce(linear.body, wanted, True)[0]
-    if linear_results(needed, [False, *flatten(linear.masks)]) is None:
-        return 0.0
-    step = transposed_step(linear, (False,) * len(linear.output_avals.ys))
-    return tiny.calls(summing_in_place(step, 1 + linear.linear_consts.count(False)), most, in_place=True)
+    if is_function(by_carry.known.body):
+        return facts._replace(evaluation=arithmetic(by_carry.known.body), overhead=STEP, residual_calls=ROW * len(rows))
+    return facts._replace(overhead=costs().step, residual_calls=costs().call * len(rows))

@@ -116,9 +116,9 @@ class StepFacts(NamedTuple):
         The bytes that the derivative reads, including what it computes from stored residuals.
     overhead : float
         The overhead of one step of a loop, in nanoseconds.
-    carry_calls, residual_calls : float
-        The nanoseconds that storing every carry, or the residuals of every step, adds to a step in calls of operations.
-        The time of the bytes is not included.
+    residual_calls : float
+        The nanoseconds that storing the residuals of every step adds to a step in calls of operations. The time of the
+        bytes is not included.
 
     """
 
@@ -127,7 +127,6 @@ class StepFacts(NamedTuple):
     evaluation: float
     read_bytes: int = 0
     overhead: float = 0.0
-    carry_calls: float = 0.0
     residual_calls: float = 0.0
 
 

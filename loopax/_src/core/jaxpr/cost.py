@@ -4,7 +4,7 @@ It is for choices between alternatives that differ by more than 15 %.
 """
 
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import prod
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -202,46 +202,12 @@ def _equations_for(
     return sorted(found)
 
 
-# Tiny steps: whether XLA's CPU backend compiles a loop to one function, whose operations cost no calls.
-#
-# It does where an iteration touches less than a kilobyte, counted after operations are fused. How they are fused is
-# not known where a loop is traced. So the limits are on what is known, the bytes of the results of all operations but
-# moves. They were fitted on random differential equations (`benchmarks/tiny_loops.py`).
+# Steps of a loop that is one function of a CPU, whose operations cost no calls.
 
-MOST_OF_VALUE = 1100  # bytes of results of a step
-MOST_STORING = 760  # of a step whose residuals are stored, with four times what is stored
-MOST_FROM_CARRIES = 780  # of the derivative of a step
-MOST_FROM_RESIDUALS = 690
-BYTES_OF_CALL = 40  # of results, for each call of a step that is not one function
-STEP = 10.0  # nanoseconds of a step of one function, on top of its operations
+STEP = 10.0  # nanoseconds of such a step, on top of its operations
 ROW = 3.0  # and of an array that is stored
 
 
-def is_tiny(step: ClosedJaxpr) -> bool:
-    """Whether a loop of this step is one function, if nothing is stored."""
-    return result_bytes(step) <= MOST_OF_VALUE and jax.default_backend() == "cpu"
-
-
-def calls(step: ClosedJaxpr, most: int, stored: int = 0, *, in_place: bool = False) -> float:
-    """Nanoseconds that the calls of a step take; none where it has so few bytes of results, at most.
-
-    `in_place`: what it writes into an array touches nothing else of it.
-    """
-    touched = result_bytes(step, in_place) + 4 * stored
-    return 0.0 if touched <= most else costs().call * touched / BYTES_OF_CALL
-
-
-def result_bytes(jaxpr: ClosedJaxpr, in_place: bool = False) -> float:
-    """What a program computes, moves apart; infinite where one of its operations is never in one function."""
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        inner = list(inner_jaxprs(eqn))
-        if inner and jaxi.called(eqn) is not None:
-            total += sum(result_bytes(program, in_place) for program in inner)
-        elif in_place and jaxi.writes_block(eqn):
-            total += num_bytes([jaxi.update_of(eqn).aval])
-        elif inner or jaxi.stands_alone(eqn):
-            return inf
-        elif not (jaxi.is_free(eqn) or jaxi.moves(eqn)):
-            total += num_bytes(out.aval for out in eqn.outvars)
-    return total
+def is_function(step: ClosedJaxpr) -> bool:
+    """Whether a loop of this step is compiled for a CPU as one function."""
+    return jax.default_backend() == "cpu" and jaxi.can_be_function(step, inner_jaxprs)

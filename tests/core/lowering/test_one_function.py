@@ -1,0 +1,253 @@
+"""Loops of which XLA makes one function: every operation that it is told to take, in all dtypes, and what it is not."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import loopax as lx
+from loopax._src.core import Checkpoints, LoopFacts
+from loopax._src.core.ir.kind import StepFacts
+from loopax._src.core.jaxpr.cost import ROW, STEP
+from loopax._src.jax_internals import one_function
+from loopax._src.settings import costs
+
+Step = Callable[[Any, Any], Any]
+MARK = "xla_cpu_small_call"
+needs_telling = pytest.mark.skipif(not one_function.NEEDS_TELLING, reason="XLA makes such functions itself from jaxlib 0.12 on; tried on x86")
+
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+COMPLEX = ["complex64", "complex128"]
+INTS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+SHAPES = [(), (1,), (7,), (0,), (3, 5), (2, 0), (33, 40)]
+
+
+def of_floats(x: Array) -> list[Array]:
+    y = 0.4 * x + jnp.asarray(0.1, x.dtype)
+    special = [] if x.dtype in ("float16", "bfloat16") else [lax.lgamma(y + 1), lax.digamma(y + 1), lax.erf_inv(y)]
+    return [
+        *(f(y) for f in (jnp.sin, jnp.cos, jnp.tan, jnp.arcsin, jnp.arccos, jnp.arctan, jnp.sinh, jnp.cosh, jnp.tanh)),
+        *(f(y) for f in (jnp.exp, jnp.exp2, jnp.expm1, jnp.log1p, lax.erf, lax.erfc, lax.logistic, lax.cbrt)),
+        *(f(abs(y) + 1) for f in (jnp.log, jnp.log2, jnp.sqrt, lax.rsqrt, jnp.arccosh, lax.bessel_i0e, lax.bessel_i1e)),
+        *(f(y) for f in (jnp.floor, jnp.ceil, jnp.round, jnp.sign, jnp.isfinite, jnp.arcsinh, jnp.arctanh, lax.square)),
+        jnp.arctan2(y, x + 2),
+        jnp.nextafter(y, x) if x.dtype in ("float32", "float64") else y,
+        y ** jnp.asarray(1.5, x.dtype),
+        lax.reduce_precision(y, 5, 4),
+        lax.clamp(jnp.asarray(0, x.dtype), y, jnp.asarray(0.2, x.dtype)),
+        *special,
+    ]
+
+
+def of_numbers(x: Array) -> list[Array]:
+    one = jnp.ones((), x.dtype)
+    flat = x.reshape(-1)
+    found = [x + one, x - one, x * x, -x, lax.div(x, x * 0 + one + one), x**3, x == one, x != one, jnp.where(x == x, x, one), x[None]]
+    found += [flat[::-1], jnp.concatenate([flat, flat]), lax.pad(flat, one, [(1, 2, 0)]), x.T, jnp.stack([x, x])]
+    found += [x.sum(dtype=x.dtype), x.prod(dtype=x.dtype), lax.reduce_sum(x, (0,)) if x.ndim else x, jnp.cumsum(flat), jnp.cumprod(flat), flat * flat.sum(dtype=x.dtype)]
+    found += [jnp.outer(flat[:9], flat[:9]), jnp.broadcast_to(x, (2, *x.shape)), flat @ flat, (one + one) * flat, flat[1:-1]]
+    found += [jnp.tril(jnp.ones((6, 5), x.dtype)) @ jnp.ones(5, x.dtype) * one, jnp.asarray(x.real, "float32").sum()]
+    found += [jnp.ones((5, 5), x.dtype) @ jnp.ones((5, 6), x.dtype) * one, jnp.roll(x, 1), jnp.zeros_like(x)]
+    found += [*jnp.split(jnp.concatenate([flat, flat]), 2), jnp.pad(flat, 1)[1:], flat[: flat.size // 2]]
+    return found
+
+
+def of_ordered(x: Array) -> list[Array]:
+    flat, one = x.reshape(-1), jnp.ones((), x.dtype)
+    found = [x < one, x >= one, x <= one, x > one, jnp.maximum(x, one), jnp.minimum(x, one), lax.rem(x, one + one)]
+    found += [lax.cummax(flat), lax.cummin(flat), jnp.abs(x), jnp.clip(x, one, one + one)]
+    return found + ([flat.max(), flat.min(), flat.argmax(), flat.argmin()] if x.size else [])
+
+
+def of_places(x: Array) -> list[Array]:
+    """Parts of an array at places that are computed."""
+    flat = x.reshape(-1)
+    i = (flat.size // 2 + jnp.abs(flat[0]).astype(jnp.int32)) % flat.size
+    one = jnp.ones((), x.dtype)
+    found = [flat[i], lax.dynamic_slice_in_dim(flat, i, 1), flat.at[i].set(one), flat.at[i].add(one), flat[jnp.stack([i, i])]]
+    return [*found, flat.at[i].get(mode="fill"), flat[(i + jnp.arange(5, dtype=jnp.int32)) % flat.size], lax.dynamic_update_index_in_dim(flat, one, i, 0)]
+
+
+def of_ints(x: Array) -> list[Array]:
+    one = jnp.ones((), x.dtype)
+    found = [x & one, x | one, x ^ one, ~x, lax.shift_left(x, one), lax.shift_right_arithmetic(x, one), lax.shift_right_logical(x, one), x // (one + one), x % (one + one)]
+    return [*found, lax.population_count(x), lax.clz(x), lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
+
+
+def of_complex(x: Array) -> list[Array]:
+    found = [x.real, x.imag, jnp.conj(x), abs(x), jnp.exp(x), jnp.log(x + 1), jnp.sin(x), jnp.cos(x), jnp.tanh(x), jnp.sqrt(x)]
+    return [*found, lax.complex(x.real, x.imag), x ** (x + 1), jnp.sign(x)]
+
+
+def steps_of(dtype: str) -> list[Callable[[Array], list[Array]]]:
+    if dtype in COMPLEX:
+        return [of_numbers, of_places, of_complex]
+    return [of_numbers, of_ordered, of_places, of_floats if dtype in FLOATS else of_ints]
+
+
+def text_of(function: Any, *arguments: Any) -> str:
+    return jax.jit(function).lower(*arguments).as_text()
+
+
+def scanned(scan: Any, step: Callable[[Array], list[Array]], start: Array) -> Any:
+    def body(i: Array, _: None) -> tuple[Array, list[Array]]:
+        return i + 1, step(start + i.astype(start.dtype))
+
+    return scan(body, jnp.int32(0), None, length=2)[1]
+
+
+@needs_telling
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *INTS])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_operations(dtype: str, shape: tuple[int, ...]) -> None:
+    start = jnp.asarray(np.random.RandomState(0).uniform(0, 2, shape), dtype)
+    for step in steps_of(dtype):
+        if step is of_places and not start.size:
+            continue
+        told = jax.jit(lambda x, step=step: scanned(lx.scan, step, x))
+        assert MARK in told.lower(start).as_text(), step
+        expected = jax.jit(lambda x, step=step: scanned(lax.scan, step, x))(start)
+        for i, (x, y) in enumerate(zip(told(start), expected, strict=True)):
+            exact = jnp.finfo(x.dtype).eps if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+            x, y = (np.asarray(a).astype("complex128" if dtype in COMPLEX else "float64") for a in (x, y))
+            np.testing.assert_allclose(x, y, 16 * float(exact), 16 * float(exact), err_msg=f"{step.__name__}, {i}")
+
+
+W, DENSE = jnp.full((64, 64), 0.01), jnp.full((8, 8), 0.1)
+LEFT_ALONE: dict[str, tuple[Step, Any]] = {
+    "a product of matrices": (lambda i, x: jnp.tanh(x @ DENSE), jnp.ones((8, 8))),
+    "a batch of products": (lambda i, x: jnp.einsum("bij,bj->bi", jnp.stack([DENSE] * 8), x), jnp.ones((8, 8))),
+    "a convolution": (lambda i, x: lax.conv(x, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME"), jnp.ones((1, 1, 9, 9))),
+    "a sort": (lambda i, x: jnp.sort(x)[::-1], jnp.arange(9.0)),
+    "a solve": (lambda i, x: jnp.linalg.solve(jnp.eye(4) + 0.1, x), jnp.ones(4)),
+    "writes at several places": (lambda i, x: x.at[jnp.stack([i, i + 1])].add(1.0), jnp.ones(9)),
+    "a sum of many": (lambda i, x: x - x.sum() / 5000, jnp.ones(5000)),
+    "a product of long vectors": (lambda i, x: x - x @ x / 5000, jnp.ones(5000)),
+    "a large array": (lambda i, x: jnp.sin(x), jnp.ones(20_000)),
+    "keys of XLA's own": (
+        lambda i, x: x + jax.random.normal(jax.random.fold_in(jax.random.key(0, impl="rbg"), i)),
+        jnp.ones(()),
+    ),
+    "numbers of eight bits": (lambda i, x: (x.astype("float32") * 0.5).astype(x.dtype), jnp.ones(3, "float8_e4m3fn")),
+    "a callback": (lambda i, x: (jax.debug.print("{}", x), jnp.sin(x))[1], jnp.ones(3)),
+    "a value from the host": (
+        lambda i, x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+        jnp.ones(3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_no_function_can_hold(name: str) -> None:
+    """XLA would not compile it, or compute it more slowly, or without the threads that it is worth."""
+    step, start = LEFT_ALONE[name]
+    loop = jax.jit(lambda x: lx.fori_loop(0, 2, step, x))
+    assert MARK not in loop.lower(start).as_text()
+    expected = lax.fori_loop(0, 2, lambda i, x: step(jnp.int32(i), x), start)
+    np.testing.assert_allclose(loop(start).astype("float32"), expected.astype("float32"), 1e-6)
+
+
+TABLE = np.random.RandomState(0).randn(3000)
+TAKEN: dict[str, tuple[Step, Any]] = {
+    "a matrix and a vector": (lambda i, x: jnp.tanh(W @ x + x @ W), jnp.ones(64)),
+    "an operand without a use": (lambda i, x: (x[0] + 1, jnp.sin(x[1]), 0 * x[2]), (1, jnp.ones(3), jnp.arange(3))),
+    "constants": (lambda i, x: jnp.sin(x) + jnp.asarray(TABLE)[7 * i], jnp.ones(())),
+    "a loop of lax": (lambda i, x: lax.fori_loop(0, 3, lambda j, x: jnp.sin(x) + i, x), jnp.ones(5)),
+    "a scan of lax": (lambda i, x: lax.scan(lambda c, y: (c + y, c), x[0], x)[1], jnp.ones(5)),
+    "a loop of loopax": (lambda i, x: lx.fori_loop(0, i + 2, lambda j, x: jnp.sin(x) + j, x, max_steps=9), jnp.ones(5)),
+    "branches": (lambda i, x: lx.switch(i % 3, [jnp.sin, jnp.cos, lambda x: x], x), jnp.ones(5)),
+    "branches of lax": (lambda i, x: lax.cond(i % 2 == 0, jnp.sin, jnp.cos, x), jnp.ones(5)),
+    "random numbers": (lambda i, x: x + jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (5,)), jnp.ones(5)),
+}
+
+
+@needs_telling
+@pytest.mark.parametrize("name", TAKEN)
+def test_derivatives(name: str) -> None:
+    """The loop and its gradient, alone and in a batch, are functions, and beside a loop that is none the same."""
+    step, start = TAKEN[name]
+    is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+
+    def total(kind: Any, x: Any) -> Array:
+        leaves = jax.tree.leaves(lx.fori_loop(0, 5, step, x, kind=kind))
+        return sum((jnp.sum(y) for y in leaves if is_real(y)), jnp.zeros(()))
+
+    for kind in ("residuals", "bounded", "checkpointed", lx.Checkpointed(2)):
+        program = jax.value_and_grad(partial(total, kind), allow_int=True)
+        for function, x in ((program, start), (jax.vmap(program), jax.tree.map(lambda x: jnp.stack([x, x]), start))):
+            found = jax.jit(function)
+            assert MARK in found.lower(x).as_text() or (function is not program and name == "a matrix and a vector")
+            with mock.patch.object(one_function, "NEEDS_TELLING", False):
+                jax.clear_caches()
+                expected = jax.jit(function)(x)
+                jax.clear_caches()
+            for a, b in zip(jax.tree.leaves(found(x)), jax.tree.leaves(expected), strict=True):
+                if is_real(a):
+                    np.testing.assert_allclose(a, b, 1e-12, 1e-14)
+
+
+@needs_telling
+def test_many_small_leaves_are_one_function_forward_and_back() -> None:
+    """Nothing is called by itself in the loops of 60 scalars."""
+    start = [jnp.float32(0.1 * i) for i in range(60)]
+    scan = lambda x: lx.scan(lambda c, _: ([jnp.sin(x) for x in c], None), x, None, length=100)[0]
+    text = jax.jit(jax.grad(lambda x: sum(scan(x)))).lower(start).compile().as_text() or ""
+    entry = text[text.index("\nENTRY") :]
+    assert text.count(f'{MARK}="true"') >= 2
+    assert " while(" not in entry
+
+
+def test_programs_of_several_devices_and_for_export_are_left_alone() -> None:
+    """What XLA inserts there does not compile within a function; what is exported, another version compiles."""
+    loop = jax.jit(lambda x: lx.fori_loop(0, 2, lambda i, x: jnp.sin(x), x))
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    spread = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("d")))
+    assert MARK not in loop.lower(spread).as_text()
+    by_device = jax.shard_map(loop, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    assert MARK not in jax.jit(by_device).lower(spread).as_text()
+    assert MARK not in str(jax.export.export(loop)(spread).mlir_module())
+    np.testing.assert_allclose(loop(spread), loop(jnp.ones(8)), 1e-15)
+
+
+class Asking(lx.Kind):
+    """A kind that remembers what it was told of a loop."""
+
+    def __init__(self) -> None:
+        """Nothing so far."""
+        self.told: list[StepFacts] = []
+
+    def plan(self, loop: LoopFacts) -> Checkpoints:
+        """Carries at some steps."""
+        self.told.append(loop.step)
+        return Checkpoints()
+
+
+def facts_of(step: Step, start: Any = jnp.ones(3)) -> StepFacts:
+    """What a kind is told of a step."""
+    asking = Asking()
+    jax.make_jaxpr(jax.grad(lambda x: lx.fori_loop(0, 100, step, x, kind=asking).sum()))(start)
+    return asking.told[-1]
+
+
+@pytest.mark.skipif(not one_function.MAKES_FUNCTIONS, reason="XLA makes functions of the least loops only")
+def test_kinds_are_told_of_functions() -> None:
+    """Their operations cost no calls, and a row costs little."""
+    small, nested = facts_of(lambda i, y: y - 0.1 * y * y), facts_of(TAKEN["a loop of loopax"][0])
+    assert small.overhead == nested.overhead == STEP
+    assert small.residual_calls == ROW
+    other = facts_of(lambda i, y: jnp.tanh(y @ DENSE), jnp.ones((8, 8)))
+    assert other.overhead == costs().step
+    assert other.residual_calls == costs().call
+
+
+def test_other_devices_have_no_such_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert facts_of(lambda i, y: y - 0.1 * y * y).overhead == costs().step
