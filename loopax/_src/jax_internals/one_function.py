@@ -50,7 +50,7 @@ def lowering(
 ) -> Callable[..., Any]:
     """The rule by which an equation is compiled as what it means; `traced` is the meaning under `jax.jit`.
 
-    `has_unused(**params)`: perhaps there are results that nobody uses, which XLA drops of a loop, and not of a function.
+    `has_unused(**params)`: there may be results that nobody uses, which XLA drops of a loop, and not of a function.
     """
     _meanings[primitive] = traced
     plain = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)

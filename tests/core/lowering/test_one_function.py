@@ -22,7 +22,10 @@ from loopax._src.settings import costs
 
 Step = Callable[[Any, Any], Any]
 MARK = "xla_cpu_small_call"
-needs_telling = pytest.mark.skipif(not one_function.NEEDS_TELLING, reason="XLA makes such functions itself from jaxlib 0.12 on; tried on x86")
+needs_telling = pytest.mark.skipif(
+    not one_function.NEEDS_TELLING,
+    reason="XLA makes such functions itself from jaxlib 0.12 on, and is told on x86 alone",
+)
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
@@ -48,16 +51,16 @@ def of_floats(x: Array) -> list[Array]:
 
 
 def of_numbers(x: Array) -> list[Array]:
-    one = jnp.ones((), x.dtype)
-    flat = x.reshape(-1)
-    found = [x + one, x - one, x * x, -x, lax.div(x, x * 0 + one + one), x**3, x == one, x != one, jnp.where(x == x, x, one), x[None]]
-    found += [flat[::-1], jnp.concatenate([flat, flat]), lax.pad(flat, one, [(1, 2, 0)]), x.T, jnp.stack([x, x])]
-    found += [x.sum(dtype=x.dtype), x.prod(dtype=x.dtype), lax.reduce_sum(x, (0,)) if x.ndim else x, jnp.cumsum(flat), jnp.cumprod(flat), flat * flat.sum(dtype=x.dtype)]
-    found += [jnp.outer(flat[:9], flat[:9]), jnp.broadcast_to(x, (2, *x.shape)), flat @ flat, (one + one) * flat, flat[1:-1]]
-    found += [jnp.tril(jnp.ones((6, 5), x.dtype)) @ jnp.ones(5, x.dtype) * one, jnp.asarray(x.real, "float32").sum()]
-    found += [jnp.ones((5, 5), x.dtype) @ jnp.ones((5, 6), x.dtype) * one, jnp.roll(x, 1), jnp.zeros_like(x)]
-    found += [*jnp.split(jnp.concatenate([flat, flat]), 2), jnp.pad(flat, 1)[1:], flat[: flat.size // 2]]
-    return found
+    one, flat = jnp.ones((), x.dtype), x.reshape(-1)
+    ones, few, both = partial(jnp.ones, dtype=x.dtype), flat[:9], jnp.concatenate([flat, flat])
+    found = [x + one, x - one, x * x, -x, lax.div(x, x * 0 + one + one), x**3, x == one, x != one]
+    found += [jnp.where(x == x, x, one), x[None], flat[::-1], both, lax.pad(flat, one, [(1, 2, 0)]), x.T]
+    found += [jnp.stack([x, x]), x.sum(dtype=x.dtype), x.prod(dtype=x.dtype), flat * flat.sum(dtype=x.dtype)]
+    found += [lax.reduce_sum(x, (0,)) if x.ndim else x, jnp.cumsum(flat), jnp.cumprod(flat), jnp.outer(few, few)]
+    found += [jnp.broadcast_to(x, (2, *x.shape)), flat @ flat, (one + one) * flat, flat[1:-1]]
+    found += [jnp.tril(ones((6, 5))) @ ones(5) * one, ones((5, 5)) @ ones((5, 6)) * one]
+    found += [jnp.asarray(x.real, "float32").sum(), jnp.roll(x, 1), jnp.zeros_like(x), *jnp.split(both, 2)]
+    return [*found, jnp.pad(flat, 1)[1:], flat[: flat.size // 2]]
 
 
 def of_ordered(x: Array) -> list[Array]:
@@ -69,22 +72,23 @@ def of_ordered(x: Array) -> list[Array]:
 
 def of_places(x: Array) -> list[Array]:
     """Parts of an array at places that are computed."""
-    flat = x.reshape(-1)
+    flat, one = x.reshape(-1), jnp.ones((), x.dtype)
     i = (flat.size // 2 + jnp.abs(flat[0]).astype(jnp.int32)) % flat.size
-    one = jnp.ones((), x.dtype)
-    found = [flat[i], lax.dynamic_slice_in_dim(flat, i, 1), flat.at[i].set(one), flat.at[i].add(one), flat[jnp.stack([i, i])]]
-    return [*found, flat.at[i].get(mode="fill"), flat[(i + jnp.arange(5, dtype=jnp.int32)) % flat.size], lax.dynamic_update_index_in_dim(flat, one, i, 0)]
+    found = [flat[i], lax.dynamic_slice_in_dim(flat, i, 1), flat.at[i].set(one), flat.at[i].add(one)]
+    found += [flat[jnp.stack([i, i])], flat.at[i].get(mode="fill"), lax.dynamic_update_index_in_dim(flat, one, i, 0)]
+    return [*found, flat[(i + jnp.arange(5, dtype=jnp.int32)) % flat.size]]
 
 
 def of_ints(x: Array) -> list[Array]:
     one = jnp.ones((), x.dtype)
-    found = [x & one, x | one, x ^ one, ~x, lax.shift_left(x, one), lax.shift_right_arithmetic(x, one), lax.shift_right_logical(x, one), x // (one + one), x % (one + one)]
-    return [*found, lax.population_count(x), lax.clz(x), lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
+    found = [x & one, x | one, x ^ one, ~x, x // (one + one), x % (one + one), lax.population_count(x), lax.clz(x)]
+    found += [f(x, one) for f in (lax.shift_left, lax.shift_right_arithmetic, lax.shift_right_logical)]
+    return [*found, lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
 
 
 def of_complex(x: Array) -> list[Array]:
-    found = [x.real, x.imag, jnp.conj(x), abs(x), jnp.exp(x), jnp.log(x + 1), jnp.sin(x), jnp.cos(x), jnp.tanh(x), jnp.sqrt(x)]
-    return [*found, lax.complex(x.real, x.imag), x ** (x + 1), jnp.sign(x)]
+    found = [x.real, x.imag, jnp.conj(x), abs(x), lax.complex(x.real, x.imag), x ** (x + 1), jnp.sign(x)]
+    return [*found, *(f(x) for f in (jnp.exp, jnp.sin, jnp.cos, jnp.tanh, jnp.sqrt)), jnp.log(x + 1)]
 
 
 def steps_of(dtype: str) -> list[Callable[[Array], list[Array]]]:
@@ -104,9 +108,14 @@ def scanned(scan: Any, step: Callable[[Array], list[Array]], start: Array) -> An
     return scan(body, jnp.int32(0), None, length=2)[1]
 
 
+FAST = [("float32", (3, 5)), ("float64", ()), ("complex64", (7,)), ("int32", (0,)), ("bfloat16", (1,))]
+ALL = [(dtype, shape) for dtype in (*FLOATS, *COMPLEX, *INTS) for shape in SHAPES]
+
+
 @needs_telling
-@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *INTS])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in ALL], ids=str
+)
 def test_operations(dtype: str, shape: tuple[int, ...]) -> None:
     start = jnp.asarray(np.random.RandomState(0).uniform(0, 2, shape), dtype)
     for step in steps_of(dtype):
@@ -230,24 +239,24 @@ class Asking(lx.Kind):
         return Checkpoints()
 
 
-def facts_of(step: Step, start: Any = jnp.ones(3)) -> StepFacts:
+def facts_of(step: Step, *shape: int) -> StepFacts:
     """What a kind is told of a step."""
     asking = Asking()
-    jax.make_jaxpr(jax.grad(lambda x: lx.fori_loop(0, 100, step, x, kind=asking).sum()))(start)
+    jax.make_jaxpr(jax.grad(lambda x: lx.fori_loop(0, 100, step, x, kind=asking).sum()))(jnp.ones(shape))
     return asking.told[-1]
 
 
 @pytest.mark.skipif(not one_function.MAKES_FUNCTIONS, reason="XLA makes functions of the least loops only")
 def test_kinds_are_told_of_functions() -> None:
     """Their operations cost no calls, and a row costs little."""
-    small, nested = facts_of(lambda i, y: y - 0.1 * y * y), facts_of(TAKEN["a loop of loopax"][0])
+    small, nested = facts_of(lambda i, y: y - 0.1 * y * y, 3), facts_of(TAKEN["a loop of loopax"][0], 3)
     assert small.overhead == nested.overhead == STEP
     assert small.residual_calls == ROW
-    other = facts_of(lambda i, y: jnp.tanh(y @ DENSE), jnp.ones((8, 8)))
+    other = facts_of(lambda i, y: jnp.tanh(y @ DENSE), 8, 8)
     assert other.overhead == costs().step
     assert other.residual_calls == costs().call
 
 
 def test_other_devices_have_no_such_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert facts_of(lambda i, y: y - 0.1 * y * y).overhead == costs().step
+    assert facts_of(lambda i, y: y - 0.1 * y * y, 3).overhead == costs().step
