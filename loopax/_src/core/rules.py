@@ -81,7 +81,7 @@ jaxi.register(
     loop_p,
     meaning=evaluate_loop,
     params=Loop._fields,
-    has_unused=lambda inverse, **_: inverse is not None,  # the tape, where no derivative is taken
+    has_unused=ir_loop.may_have_tape,
     effectful_abstract_eval=ir_loop.loop_abstract_eval,
     expected=ir_loop.loop_expected,
     jvp=jvp.loop_jvp,

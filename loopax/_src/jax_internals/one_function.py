@@ -149,7 +149,7 @@ def _programs(eqn: Any) -> list[ClosedJaxpr]:
 def _is_simple(eqn: Any, holds_programs: bool) -> bool:
     """Whether XLA compiles an operation within a function, and is not slower there, programs in it apart."""
     arrays = [x.aval for x in (*eqn.invars, *eqn.outvars)]
-    if eqn.effects or not all(str(x.dtype) in _DTYPES and not is_on_host(x) for x in arrays):
+    if not all(str(x.dtype) in _DTYPES and not is_on_host(x) for x in arrays):
         return False
     if holds_programs:
         return eqn.primitive in _meanings or lax_loop(eqn) is not None or is_cond(eqn) or called(eqn) is not None

@@ -383,6 +383,11 @@ def needed_by_inverse(inverse: ClosedJaxpr, carry: Sequence[bool]) -> list[bool]
     return dce(inverse, carry, False)[1][1:]
 
 
+def may_have_tape(inverse: ClosedJaxpr | None, **_: Any) -> bool:
+    """Whether a tape may be in the carry, which nobody reads where no derivative is taken."""
+    return inverse is not None
+
+
 def part_of_inverse(inverse: ClosedJaxpr | None, inputs: Sequence[bool], carry: Sequence[bool]) -> ClosedJaxpr | None:
     """The inverse for these leaves of the carry alone. It has these inputs behind the row, and needs no others."""
     if inverse is None:
