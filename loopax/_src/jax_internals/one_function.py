@@ -31,7 +31,7 @@ _MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
 _LEAST_OF_LIBRARY = 8  # rows or columns, in a product of matrices
 _MOST_COMPUTED = 2**14  # numbers of a result
 _MOST_IN_MATRIX = 2**18
-_MOST_EQUATIONS = 2000
+_MOST_EQUATIONS = 600  # of a step; LLVM takes up to twice as long to compile a long function as its parts
 
 _SIZES = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in _SIZES.items() for size in sizes}
