@@ -174,7 +174,6 @@ stands_alone = one_of(
     *("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "custom_linear_solve", "shard_map"),
     *("pure_callback", "io_callback", "debug_callback", "reduce_window_max", "reduce_window_sum"),
 )
-moves = one_of("concatenate", "transpose", "rev", "gather", "dynamic_slice", "slice", "pad")  # element by other element
 
 
 # What JAX batches in such a way that a lane's results depend on the operands of other lanes.
