@@ -1,6 +1,7 @@
 """Effects in the bodies of loops: not caused by finished lanes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +10,15 @@ from jax import lax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import mixes_lanes
-from loopax._src.core.jaxpr.evaluate import evaluated_by, jvp_expanded, rule_of
-from loopax._src.core.jaxpr.util import bind_again, evaluate, inner_jaxprs, trace, weakly_cached
-from loopax._src.core.masking import fill_inactive
+from loopax._src.core.jaxpr.evaluate import batch_expanded, evaluated_by, jvp_expanded, rule_of
+from loopax._src.core.jaxpr.types import batch_if_mapped
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, inner_jaxprs, trace, weakly_cached
+from loopax._src.core.masking import When, fill_inactive, own_if_active_p, pick
+from loopax._src.core.own_arrays import inner_of, own_values, walks
 from loopax._src.core.row_buffers import VERSION, operands_where
-from loopax._src.jax_internals import ClosedJaxpr, Primitive
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
+
+Evaluated = Callable[..., list[Any]]  # f(active, *inputs)
 
 # An effect that happens where `active` is True. Operands: active, *operands.
 only_if_p = jaxi.new_primitive("only_if")
@@ -86,27 +91,123 @@ jaxi.register(
 )
 
 
-def guarded(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+# A branch, where results are versions of operands that are a lane's own. Operands: index, active, *operands. Lanes with
+# branches of their own take all, one after another, each on what the one before has left: a lane writes in its own.
+branch_of_lane_p = jaxi.new_primitive("branch_of_lane")
+
+
+def _branch_of_lane(index: Any, active: Any, *operands: Any, branches: Any, roots: Any) -> list[Any]:
+    del roots
+    return lax.switch(index, list(map(jaxpr_as_fun, branches)), active, *operands)
+
+
+def _batch_branch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], branches: Any, roots: Any) -> Any:
+    versions = dict(roots)
+
+    def one_after_another(index: Any, active: Any, *operands: Any) -> list[Any]:
+        given, outs = list(operands), []
+        for k, branch in enumerate(branches):
+            # Where no branch has the number, the nearest one is taken.
+            is_taken = index <= k if k == 0 else index >= k if k == len(branches) - 1 else index == k
+            out = jaxpr_as_fun(branch)(active & is_taken, *given)
+            for result, root in versions.items():
+                given[root] = out[result]
+            outs = [pick(is_taken, new, old) for new, old in zip(out, outs or out, strict=True)]
+        return [given[versions[k]] if k in versions else x for k, x in enumerate(outs)]
+
+    of_all = partial(_branch_of_lane, branches=branches, roots=roots)
+    return batch_expanded(of_all if dims[0] is None else one_after_another)(axis, operands, dims)
+
+
+jaxi.register(
+    branch_of_lane_p,
+    meaning=_branch_of_lane,
+    params=["branches", "roots"],
+    batch=batch_if_mapped(branch_of_lane_p, _batch_branch),
+)
+
+
+def guarded(closed: ClosedJaxpr, own: Mask = (), left: Sequence[int] = (), when: When = "always") -> Evaluated:
     """`f(active, *inputs)`: the jaxpr as a function whose effects happen only where `active` is True.
 
-    Writing to a buffer is such an effect; and a lane that is not active reads what one that is active does.
+    Writing to a buffer is such an effect; and a lane that is not active reads what one that is active does. So it is
+    with inputs that are a lane's `own` (`core/own_arrays.py`); `left` are the outputs that stay a lane's own.
     """
-    return lambda active, *inputs: evaluate(closed, inputs, lambda eqn, xs: _guarded_equation(eqn, active, xs))
+    values = own_values(closed, own or (False,) * len(closed.in_avals))
+
+    def function(active: Any, *inputs: Any) -> list[Any]:
+        filled: dict[Any, Any] = {}  # by variables
+
+        def of_active(atom: Any, x: Any) -> Any:
+            if atom not in filled:
+                filled[atom] = own_if_active_p.bind(active, x, when=when)
+            return filled[atom]
+
+        def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            taken = values.taken.get(id(eqn))
+            if taken is None:
+                return _guarded_equation(_Guard(eqn, active), operands)
+            atoms = zip(eqn.invars, operands, taken.operands, strict=True)
+            operands = [x if is_taken or not is_own(atom) else of_active(atom, x) for atom, x, is_taken in atoms]
+            results = [k for k, value in enumerate(taken.results) if value and value.is_version]
+            return _guarded_equation(_Guard(eqn, active, taken.operands, results, when), operands)
+
+        def is_own(atom: Any) -> bool:
+            return not isinstance(atom, Literal) and atom in values.of
+
+        results = zip(closed.outvars, evaluate(closed, inputs, equation), strict=True)
+        return [of_active(atom, x) if is_own(atom) and k not in left else x for k, (atom, x) in enumerate(results)]
+
+    return function
+
+
+class _Guard(NamedTuple):
+    """An equation where a lane may not be active."""
+
+    eqn: Any
+    active: Any
+    own: Sequence[bool] = ()  # the operands that are a lane's own
+    left: Sequence[int] = ()  # the results that are versions of these
+    when: When = "always"
+
+    def of(self, program: ClosedJaxpr, operands: Sequence[int | None], results: dict[int, int]) -> Evaluated:
+        """A program in the equation, by the operands that its inputs are, and the results that its outputs are."""
+        own = tuple(bool(self.own) and i is not None and self.own[i] for i in operands[: len(program.in_avals)])
+        return guarded(program, own, [k for k, result in results.items() if result in self.left], self.when)
+
+    def with_flag(self, program: ClosedJaxpr, at: int, operands: Sequence[int | None], results: dict[int, int]) -> Any:
+        """That program with the flag as one more input at this place."""
+        function = self.of(program, operands, results)
+
+        # Before: (*first, *rest) -> results. After: (*first, active, *rest) -> results
+        def with_flag(*inputs: Any) -> list[Any]:
+            return function(inputs[at], *inputs[:at], *inputs[at + 1 :])
+
+        avals = program.in_avals
+        return trace(with_flag, [*avals[:at], jax.ShapeDtypeStruct((), bool), *avals[at:]])
 
 
 # For each primitive of loopax with programs in it: (equation, active, operands) -> results (`core/rules.py`).
 guards: dict[Primitive, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {}
 
 
-def _guarded_equation(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
+def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
+    eqn, active = guard.eqn, guard.active
     if eqn.primitive in VERSION:
         return bind_again(eqn, operands_where(active, eqn, operands))
-    if not _acts(eqn):
+    if guard.left and jaxi.updates(eqn):
+        return [jaxi.written_where(active, eqn, operands)]
+    if guard.left and jaxi.is_sum(eqn):
+        (total,) = bind_again(eqn, operands)
+        return [pick(active, total, operands[guard.own.index(True)])]
+    if not _acts(eqn) and not any(guard.own):
         return bind_again(eqn, operands)
     if eqn.primitive in guards:
         return guards[eqn.primitive](eqn, active, operands)
-    if (results := _guarded_control_flow(eqn, active, operands)) is not None:
+    if (results := _guarded_control_flow(guard, operands)) is not None:
         return results
+    if not _acts(eqn):  # it reads a lane's own, or chooses of it
+        return bind_again(eqn, operands)
     # Only JAX knows how to evaluate the equation: it is evaluated as a whole, or not at all.
     if mixes_lanes(eqn):
         raise NotImplementedError(
@@ -132,57 +233,50 @@ def _acts(eqn: Any) -> bool:
     return rule is not None and jaxi.happens(rule.effects)
 
 
-def _with_flag(closed: ClosedJaxpr, position: int) -> ClosedJaxpr:
-    """The guarded jaxpr with the flag as one more input at this position."""
-
-    # Before: (*first, *rest) -> results. After: (*first, active, *rest) -> results
-    def function(*inputs: Any) -> list[Any]:
-        return guarded(closed)(inputs[position], *inputs[:position], *inputs[position + 1 :])
-
-    avals = closed.in_avals
-    return trace(function, [*avals[:position], jax.ShapeDtypeStruct((), bool), *avals[position:]])
-
-
-def _guarded_control_flow(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any] | None:
-    """The results of control flow of JAX, or of a call; None for another equation."""
+def _guarded_control_flow(guard: _Guard, operands: list[Any]) -> Sequence[Any] | None:
+    """The results of control flow, or of a call; None for another equation."""
+    eqn, active = guard.eqn, guard.active
+    if jaxi.is_custom(eqn):
+        return evaluated_by(guarded, guarded, 1, eqn)(active, *operands)
+    if jaxi.is_linear_solve(eqn):
+        alone = partial(guard.with_flag, at=0, operands=(), results={})
+        return jaxi.bind_linear_solve(eqn, alone, [active], operands)
+    inner = inner_of(eqn)
+    if inner is None:
+        return jaxi.bind_open_call(eqn, guarded, [active, *operands])
+    of = partial(guard.of, operands=inner.operands, results=inner.results)
+    with_flag = partial(guard.with_flag, operands=inner.operands, results=inner.results)
     if jaxi.is_cond(eqn):
         index, *rest = operands
-        return lax.switch(index, list(map(guarded, jaxi.branches(eqn))), active, *rest)
+        if guard.left and not jaxi.happens(eqn.effects):
+            roots = tuple(inner.settled(guard.own[1:])[1].items())
+            branches = tuple(with_flag(program, 0) for program in inner.programs)
+            return branch_of_lane_p.bind(index, active, *rest, branches=branches, roots=roots)
+        return lax.switch(index, list(map(of, inner.programs)), active, *rest)
     if loop := jaxi.lax_loop(eqn):
         cond_consts, consts, init, xs = loop.groups(operands)
         if loop.cond is not None:
             # Before: [*cond consts, *consts, *carry]. After: [active, *cond consts, active, *consts, *carry]
-            cond, body = _with_flag(loop.cond, 0), _with_flag(loop.body, 0)
+            cond, body = guard.with_flag(loop.cond, 0, (), {}), with_flag(loop.body, 0)
             sizes = {"num_cond_consts": loop.num_cond_consts + 1, "num_consts": loop.num_consts + 1}
             loop = loop._replace(cond=cond, body=body, **sizes)
             return jaxi.bind_while(eqn, loop, [active, *cond_consts, active, *consts, *init])
+        step_of_lane = of(loop.body)
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = guarded(loop.body)(active, *consts, *carry, *x)
+            out = step_of_lane(active, *consts, *carry, *x)
             return out[: loop.num_carry], out[loop.num_carry :]
 
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
         return [*carry, *ys]
-    if jaxi.is_custom(eqn):
-        return evaluated_by(guarded, guarded, 1, eqn)(active, *operands)
-    if jaxi.is_linear_solve(eqn):
-        return jaxi.bind_linear_solve(eqn, lambda program: _with_flag(program, 0), [active], operands)
-    if (results := jaxi.bind_open_call(eqn, guarded, [active, *operands])) is not None:
-        return results
-    program = jaxi.inlinable(eqn)
-    return program and guarded(program)(active, *operands)
-
-
-def guard_steps(primitive: Primitive, steps: Any, body: str, num_limits: int) -> Callable[..., Sequence[Any]]:
-    """The guard of a loop or a sweep: operands are `*limits, *others`, and `body` is the name of its body.
-
-    The flag is its first constant.
-    """
-
-    def guard(eqn: Any, active: Any, operands: list[Any]) -> Sequence[Any]:
-        loop = steps(**eqn.params)
-        bodies = {body: _with_flag(getattr(loop, body), 1), "inverse": loop.inverse and _with_flag(loop.inverse, 1)}
-        loop = loop._replace(**bodies, num_consts=loop.num_consts + 1)
-        return primitive.bind(*operands[:num_limits], active, *operands[num_limits:], **loop._asdict())
-
-    return guard
+    if eqn.primitive in walks:
+        # The flag is its first constant.
+        walk, (body, *inverses) = walks[eqn.primitive], inner.programs
+        loop = walk.steps(**eqn.params)
+        inverse = with_flag(inverses[0], 1) if inverses else loop.inverse and guard.with_flag(loop.inverse, 1, (), {})
+        loop = loop._replace(**{walk.body: with_flag(body, 1), "inverse": inverse}, num_consts=loop.num_consts + 1)
+        given = [*operands[: walk.num_limits], active, *operands[walk.num_limits :]]
+        return eqn.primitive.bind(*given, **loop._asdict())
+    (program,) = inner.programs
+    results = jaxi.bind_open_call(eqn, of, [active, *operands])
+    return of(program)(active, *operands) if results is None else results

@@ -215,3 +215,28 @@ jaxi.register(
     transpose=_transpose,
     batch=batch_in_front(fill_inactive_p, "batch_axes"),  # each batch fills its lanes with one of its own
 )
+
+
+# ---- of one lane: x, where a lane that is not active is given an active one's. Operands are `active, x`.
+#
+# It stands in the body of a lane, and becomes the primitive above where lanes are batched.
+
+
+def _batch_own(_: Any, operands: Sequence[Any], dims: Sequence[Any], when: When) -> Any:
+    """A lane that is not active has what an active one has; what lanes share stays as it is."""
+    (active, x), (active_dim, dim) = operands, dims
+    if dim is None:
+        return x, None
+    x = jnp.moveaxis(x, int(dim), 0)
+    if active_dim is None:
+        return own_if_active_p.bind(active, x, when=when), 0
+    return fill_inactive(active, [x], [True], when)[0], 0
+
+
+own_if_active_p = Primitive("own_if_active")
+jaxi.register(
+    own_if_active_p,
+    meaning=lambda _, x, **__: x,
+    params=["when"],
+    batch=batch_if_mapped(own_if_active_p, _batch_own),
+)

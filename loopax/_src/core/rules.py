@@ -22,9 +22,10 @@ from loopax._src.core.jaxpr import dependence
 from loopax._src.core.jaxpr.accumulate import carried_by
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import trace
-from loopax._src.core.lane_effects import guard_steps, guarded, guards
+from loopax._src.core.lane_effects import guarded, guards
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.sweep import evaluate_sweep
+from loopax._src.core.own_arrays import Walk, walks
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 # Sparse matrices that the body of a loop closes over, under `jax.experimental.sparse.sparsify`.
@@ -96,7 +97,7 @@ jaxi.register(
 )
 dependence.dependence_rules[loop_p] = ir_loop.loop_dependence
 dependence.mixed_operands[loop_p] = ir_loop.loop_mixed_operands
-guards[loop_p] = guard_steps(loop_p, Loop, "body", 2)
+walks[loop_p] = Walk(Loop, "body", 2, inverse_is_alike=True)
 dependence.step_limits[loop_p] = lambda eqn: (Loop(**eqn.params).bound, Loop(**eqn.params).predicated)
 carried_by[loop_p] = ir_loop.carried_by_loop
 
@@ -118,7 +119,7 @@ jaxi.register(
 )
 dependence.dependence_rules[reverse_sweep_p] = ir_sweep.sweep_dependence
 dependence.mixed_operands[reverse_sweep_p] = ir_sweep.sweep_mixed_operands
-guards[reverse_sweep_p] = guard_steps(reverse_sweep_p, ReverseSweep, "step", 3)
+walks[reverse_sweep_p] = Walk(ReverseSweep, "step", 3, inverse_is_alike=False)
 dependence.step_limits[reverse_sweep_p] = lambda eqn: (ReverseSweep(**eqn.params).bound, False)
 carried_by[reverse_sweep_p] = ir_sweep.carried_by_sweep
 

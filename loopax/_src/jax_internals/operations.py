@@ -13,6 +13,7 @@ from jax._src import custom_batching as _batching
 from jax._src.interpreters import ad as _ad
 from jax.extend.core import ClosedJaxpr, Primitive
 
+from loopax._src.jax_internals.not_yet_made import Form, may_be_updated
 from loopax._src.jax_internals.primitives import one_of
 from loopax._src.jax_internals.types import after
 
@@ -101,6 +102,42 @@ def update_of(eqn: Any) -> Any:
     return eqn.invars[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
 
 
+def can_write_nothing(eqn: Any) -> bool:
+    """Whether one of `updates` writes at places that may be beyond the array, where nothing is written."""
+    return updates(eqn) and may_be_updated(eqn.invars[0].aval) and bool(_numbers_of(eqn).scatter_dims_to_operand_dims)
+
+
+def _numbers_of(eqn: Any) -> lax.ScatterDimensionNumbers:
+    """Of one of `updates`, as a scatter."""
+    if eqn.primitive.name != "dynamic_update_slice":
+        return eqn.params["dimension_numbers"]
+    axes = tuple(range(eqn.invars[0].aval.ndim))
+    return lax.ScatterDimensionNumbers(axes, (), axes)
+
+
+def written_where(is_written: Any, eqn: Any, operands: Sequence[Any]) -> Any:
+    """The result of `can_write_nothing` where `is_written` is True, and its first operand where it is not."""
+    array, *rest = operands
+    numbers, primitive, params = _numbers_of(eqn), eqn.primitive, eqn.params
+    if eqn.primitive.name == "dynamic_update_slice":
+        value, *starts = rest
+        places = jnp.stack([jnp.asarray(start) for start in starts])
+        primitive, mode = lax.scatter_p, lax.GatherScatterMode.CLIP
+        params = {"update_jaxpr": None, "update_consts": (), "dimension_numbers": numbers, "unique_indices": True}
+    else:
+        (places, value), mode = rest, params["mode"]
+    axes = numbers.scatter_dims_to_operand_dims
+    if mode == lax.GatherScatterMode.CLIP:
+        windows = Form(array.shape, numbers, mode, False, False).windows
+        sizes = [value.shape[windows[axis]] if axis in windows else 1 for axis in axes]
+        last = [array.shape[axis] - size for axis, size in zip(axes, sizes, strict=True)]
+        places = jnp.clip(places, 0, jnp.array(last, places.dtype))
+    places = places.astype(jnp.promote_types(places.dtype, jnp.int32))
+    places = jnp.where(is_written, places, jnp.array([array.shape[axis] for axis in axes], places.dtype))
+    params = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+    return primitive.bind(array, places, value, **params)
+
+
 def writes_block(eqn: Any) -> bool:
     """Whether one block is written, which XLA fuses with other operations."""
     return updates(eqn) and (eqn.primitive.name == "dynamic_update_slice" or prod(eqn.invars[1].aval.shape[:-1]) == 1)
@@ -144,6 +181,9 @@ def written_after(eqn: Any, operands: Sequence[Any], read: Sequence[Any]) -> lis
     rest[which] = after(jnp.asarray(rest[which]), read)
     return [array, *rest]
 
+
+# A part of the first operand, as it is.
+takes_part = one_of("gather", "dynamic_slice", "slice", "squeeze", "reshape", "expand_dims", "transpose", "rev")
 
 # ---- what they cost (`core/jaxpr/cost.py`)
 

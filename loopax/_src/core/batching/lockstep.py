@@ -4,7 +4,6 @@ Lanes share the row number, so rows of xs are never gathered. A lane is active w
 (`low <= row < high`) and its own predicate is True; the batch goes on until no lane is, or until no more than some are.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,12 +14,13 @@ from jax import lax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
-from loopax._src.core.buffer_versions import buffers, read_only, returned
+from loopax._src.core.buffer_versions import returned
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
+from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.dependence import is_arithmetic, is_elementwise, mixed_inputs
 from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals
 from loopax._src.core.jaxpr.util import (
@@ -37,6 +37,7 @@ from loopax._src.core.jaxpr.util import (
 )
 from loopax._src.core.lane_effects import acts, guarded
 from loopax._src.core.masking import When, active_lanes, active_p, fill_inactive, over_lanes, pick
+from loopax._src.core.own_arrays import kept_by_lanes
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 # One step of a batch of loops that stop at different times.
@@ -46,32 +47,22 @@ from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 # never spins for a lane that is done, and no derivative meets what lies outside of the body's domain.
 
 
-def lane_function(body: ClosedJaxpr, batched_inputs: Sequence[bool], axis: dict[str, Any]) -> Callable[..., list[Any]]:
-    """`f(active, row, *operands)`: the body for all lanes; effects of finished lanes are suppressed."""
-    if acts(body):
-        return jax.vmap(guarded(body), in_axes=(0, None, *axes_of(batched_inputs)), out_axes=0, **axis)
+def lane_function(
+    body: ClosedJaxpr,
+    batched_inputs: Sequence[bool],
+    axis: dict[str, Any],
+    own: Mask = (),
+    left: Sequence[int] = (),
+    when: When = "always",
+) -> Callable[..., list[Any]]:
+    """`f(active, row, *operands)`: the body for all lanes; effects of finished lanes are suppressed.
+
+    Such a lane goes on with the inputs that are its `own` as they are, and these outputs are `left` to it.
+    """
+    if acts(body) or any(own):
+        return jax.vmap(guarded(body, own, left, when), in_axes=(0, None, *axes_of(batched_inputs)), out_axes=0, **axis)
     plain = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *axes_of(batched_inputs)), out_axes=0, **axis)
     return lambda _, *operands: plain(*operands)
-
-
-def filled_operands(body: ClosedJaxpr, mapped: LoopInputs) -> LoopInputs:
-    """Which of the inputs of a body that have lanes (`mapped`) finished lanes do not read of their own."""
-    carry = range(1 + len(mapped.consts), 1 + len(mapped.consts) + len(mapped.carry))
-    inputs, outputs = body.invars, body.outvars
-    uses = Counter(id(atom) for atom in (*outputs, *(atom for eqn in body.eqns for atom in eqn.invars)))
-    sums = {id(eqn.outvars[0]): eqn for eqn in body.eqns if jaxi.is_sum(eqn)}
-
-    def only_added_to(leaf: Any, out: Any) -> bool:
-        total = sums.get(id(out))
-        return total is not None and uses[id(leaf)] == 1 and any(atom is leaf for atom in total.invars)
-
-    # A lane keeps its own leaves of the carry that are only added to, for sums have no domain to leave. Such are the
-    # cotangents of a lane's own weights, which are as large as the weights. And it keeps its own buffers.
-    added_to = [only_added_to(inputs[i], out) for i, out in zip(carry, outputs, strict=False)]
-    own_consts, own_carry = read_only(body, range(1, carry.start)), either(added_to, buffers(body, carry))
-    # What other lanes see of a lane is its own: the key from which JAX draws for all (`core/jaxpr/dependence.py`).
-    own = either((*own_consts, *own_carry, *(False for _ in mapped.xs)), mixed_inputs(body)[1:])
-    return unflatten(mapped, [has_lanes and not is_own for has_lanes, is_own in zip(flatten(mapped), own, strict=True)])
 
 
 def step_lanes(
@@ -90,10 +81,13 @@ def step_lanes(
     ("always", "never", or "in_derivatives" alone); `may_idle`, whether there may be rows in which no lane is active.
     """
     consts, carry, xs = inputs
-    function, filled = lane_function(body, flatten(mapped), axis.arguments), filled_operands(body, mapped)
-    # A finished lane writes nothing to buffers in the carry: their operations are mapped as writes to no row
-    # (`core/row_buffers.py`), and to choose between the old and the new one would copy it.
-    in_place = buffers(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
+    body = summing_in_place(body, 1 + len(consts))
+    own, in_place = kept_by_lanes(body, mapped)
+    left = [k for k, is_in_place in enumerate(in_place) if is_in_place]
+    function = lane_function(body, flatten(mapped), axis.arguments, own, left, when)
+    # What other lanes see of a lane is its own: the key from which JAX draws for all (`core/jaxpr/dependence.py`).
+    is_own = either(own, mixed_inputs(body))[1:]
+    filled = unflatten(mapped, [has_lanes and not o for has_lanes, o in zip(flatten(mapped), is_own, strict=True)])
     consts = fill_inactive(active, consts, filled.consts, when)
 
     def step(carry: Sequence[Any]) -> list[Any]:
