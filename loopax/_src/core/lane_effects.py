@@ -14,7 +14,7 @@ from loopax._src.core.jaxpr.evaluate import batch_expanded, evaluated_by, jvp_ex
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, inner_jaxprs, trace, weakly_cached
 from loopax._src.core.masking import When, fill_inactive, own_if_active_p, pick
-from loopax._src.core.own_arrays import inner_of, own_values, walks
+from loopax._src.core.own_arrays import Inner, inner_of, own_values, walks
 from loopax._src.core.row_buffers import VERSION, operands_where
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 
@@ -146,7 +146,7 @@ def guarded(closed: ClosedJaxpr, own: Mask = (), left: Sequence[int] = (), when:
         def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
             taken = values.taken.get(id(eqn))
             if taken is None:
-                return _guarded_equation(_Guard(eqn, active), operands)
+                return _guarded_equation(_Guard(eqn, active, [False] * len(operands), [], when), operands)
             atoms = zip(eqn.invars, operands, taken.operands, strict=True)
             operands = [x if is_taken or not is_own(atom) else of_active(atom, x) for atom, x, is_taken in atoms]
             results = [k for k, value in enumerate(taken.results) if value and value.is_version]
@@ -166,18 +166,18 @@ class _Guard(NamedTuple):
 
     eqn: Any
     active: Any
-    own: Sequence[bool] = ()  # the operands that are a lane's own
-    left: Sequence[int] = ()  # the results that are versions of these
-    when: When = "always"
+    own: Sequence[bool]  # the operands that are a lane's own
+    left: Sequence[int]  # the results that are versions of these
+    when: When
 
-    def of(self, program: ClosedJaxpr, operands: Sequence[int | None], results: dict[int, int]) -> Evaluated:
-        """A program in the equation, by the operands that its inputs are, and the results that its outputs are."""
-        own = tuple(bool(self.own) and i is not None and self.own[i] for i in operands[: len(program.in_avals)])
-        return guarded(program, own, [k for k, result in results.items() if result in self.left], self.when)
+    def of(self, program: ClosedJaxpr, inner: Inner) -> Evaluated:
+        """A program in the equation, guarded."""
+        own = tuple(i in inner.operands and self.own[inner.operands[i]] for i in range(len(program.in_avals)))
+        return guarded(program, own, [k for k, result in inner.results.items() if result in self.left], self.when)
 
-    def with_flag(self, program: ClosedJaxpr, at: int, operands: Sequence[int | None], results: dict[int, int]) -> Any:
+    def with_flag(self, at: int, inner: Inner, program: ClosedJaxpr) -> ClosedJaxpr:
         """That program with the flag as one more input at this place."""
-        function = self.of(program, operands, results)
+        function = self.of(program, inner)
 
         # Before: (*first, *rest) -> results. After: (*first, active, *rest) -> results
         def with_flag(*inputs: Any) -> list[Any]:
@@ -186,6 +186,8 @@ class _Guard(NamedTuple):
         avals = program.in_avals
         return trace(with_flag, [*avals[:at], jax.ShapeDtypeStruct((), bool), *avals[at:]])
 
+
+_NOTHING_OWN = Inner([], {}, {})
 
 # For each primitive of loopax with programs in it: (equation, active, operands) -> results (`core/rules.py`).
 guards: dict[Primitive, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {}
@@ -239,29 +241,26 @@ def _guarded_control_flow(guard: _Guard, operands: list[Any]) -> Sequence[Any] |
     if jaxi.is_custom(eqn):
         return evaluated_by(guarded, guarded, 1, eqn)(active, *operands)
     if jaxi.is_linear_solve(eqn):
-        alone = partial(guard.with_flag, at=0, operands=(), results={})
-        return jaxi.bind_linear_solve(eqn, alone, [active], operands)
+        return jaxi.bind_linear_solve(eqn, partial(guard.with_flag, 0, _NOTHING_OWN), [active], operands)
     inner = inner_of(eqn)
     if inner is None:
         return jaxi.bind_open_call(eqn, guarded, [active, *operands])
-    of = partial(guard.of, operands=inner.operands, results=inner.results)
-    with_flag = partial(guard.with_flag, operands=inner.operands, results=inner.results)
     if jaxi.is_cond(eqn):
         index, *rest = operands
         if guard.left and not jaxi.happens(eqn.effects):
-            roots = tuple(inner.settled(guard.own[1:])[1].items())
-            branches = tuple(with_flag(program, 0) for program in inner.programs)
-            return branch_of_lane_p.bind(index, active, *rest, branches=branches, roots=roots)
-        return lax.switch(index, list(map(of, inner.programs)), active, *rest)
+            _, roots = inner.settled({i for i, at in inner.operands.items() if guard.own[at]})
+            branches = tuple(guard.with_flag(0, inner, program) for program in inner.programs)
+            return branch_of_lane_p.bind(index, active, *rest, branches=branches, roots=tuple(roots.items()))
+        return lax.switch(index, [guard.of(program, inner) for program in inner.programs], active, *rest)
     if loop := jaxi.lax_loop(eqn):
         cond_consts, consts, init, xs = loop.groups(operands)
         if loop.cond is not None:
             # Before: [*cond consts, *consts, *carry]. After: [active, *cond consts, active, *consts, *carry]
-            cond, body = guard.with_flag(loop.cond, 0, (), {}), with_flag(loop.body, 0)
+            cond, body = guard.with_flag(0, _NOTHING_OWN, loop.cond), guard.with_flag(0, inner, loop.body)
             sizes = {"num_cond_consts": loop.num_cond_consts + 1, "num_consts": loop.num_consts + 1}
             loop = loop._replace(cond=cond, body=body, **sizes)
             return jaxi.bind_while(eqn, loop, [active, *cond_consts, active, *consts, *init])
-        step_of_lane = of(loop.body)
+        step_of_lane = guard.of(loop.body, inner)
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = step_of_lane(active, *consts, *carry, *x)
@@ -270,13 +269,18 @@ def _guarded_control_flow(guard: _Guard, operands: list[Any]) -> Sequence[Any] |
         carry, ys = lax.scan(step, init, xs, loop.length, loop.reverse, loop.unroll)
         return [*carry, *ys]
     if eqn.primitive in walks:
-        # The flag is its first constant.
-        walk, (body, *inverses) = walks[eqn.primitive], inner.programs
-        loop = walk.steps(**eqn.params)
-        inverse = with_flag(inverses[0], 1) if inverses else loop.inverse and guard.with_flag(loop.inverse, 1, (), {})
-        loop = loop._replace(**{walk.body: with_flag(body, 1), "inverse": inverse}, num_consts=loop.num_consts + 1)
-        given = [*operands[: walk.num_limits], active, *operands[walk.num_limits :]]
-        return eqn.primitive.bind(*given, **loop._asdict())
+        return _guarded_walk(guard, inner, operands)
     (program,) = inner.programs
-    results = jaxi.bind_open_call(eqn, of, [active, *operands])
-    return of(program)(active, *operands) if results is None else results
+    results = jaxi.bind_open_call(eqn, lambda program: guard.of(program, inner), [active, *operands])
+    return guard.of(program, inner)(active, *operands) if results is None else results
+
+
+def _guarded_walk(guard: _Guard, inner: Inner, operands: list[Any]) -> Sequence[Any]:
+    """The results of a loop of ours. The flag is the first constant of its body, and of its inverse."""
+    eqn, walk = guard.eqn, walks[guard.eqn.primitive]
+    loop, (body, *inverses) = walk.steps(**eqn.params), inner.programs
+    bodies = {walk.body: guard.with_flag(1, inner, body)}
+    if loop.inverse is not None:
+        bodies["inverse"] = guard.with_flag(1, inner if inverses else _NOTHING_OWN, loop.inverse)
+    given = [*operands[: walk.num_limits], guard.active, *operands[walk.num_limits :]]
+    return eqn.primitive.bind(*given, **loop._replace(**bodies, num_consts=loop.num_consts + 1)._asdict())

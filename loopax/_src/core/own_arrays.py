@@ -11,16 +11,20 @@ Here is found which inputs of a body are such arrays, through its branches, call
 it is a *version* of an input, the whole of it with some rows written, or a *view*, a part that was read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from math import prod
 from typing import Any, NamedTuple
 
 from loopax._src import jax_internals as jaxi
+from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.accumulate import carried_by, summing_in_place
-from loopax._src.core.jaxpr.util import Mask, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.core.row_buffers import VERSION
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
+
+# Of smaller arrays, those of all lanes together, all is filled and chosen from within the time that rows take.
+_MIN_ELEMENTS = 512
 
 # A view that is a larger part of an array is filled as fast as the array.
 _LARGEST_PART = 1 / 4
@@ -71,74 +75,77 @@ def _is_part(aval: Any, whole: Any) -> bool:
 
 
 def _taken(eqn: Any, given: Sequence[Own | None]) -> Taken:
-    operands, results = [False] * len(given), [None] * len(eqn.outvars)
+    operands = [False] * len(given)
+    results: list[Own | None] = [None] * len(eqn.outvars)
     versions = [value if value and value.is_version else None for value in given]
     if eqn.primitive in VERSION or jaxi.can_write_nothing(eqn):
         operands[0], results[VERSION.get(eqn.primitive, 0)] = versions[0] is not None, versions[0]
-    elif jaxi.is_select(eqn):
-        if None not in versions[1:] and len(set(versions[1:])) == 1:
-            operands[1:], results[0] = [True] * len(versions[1:]), versions[1]
-    elif jaxi.is_sum(eqn):
-        i = 0 if versions[0] else 1
-        if versions[i] and not given[1 - i] and eqn.invars[i].aval.shape == eqn.outvars[0].aval.shape:
-            operands[i], results[0] = True, versions[i]
-    elif jaxi.takes_part(eqn):
-        operands[0], results[0] = given[0] is not None, given[0] and given[0]._replace(is_version=False)
+    elif jaxi.is_select(eqn) and None not in versions[1:] and len(set(versions[1:])) == 1:
+        operands[1:], results[0] = [True] * len(versions[1:]), versions[1]
+    elif jaxi.is_sum(eqn) and (i := _added_to(eqn, given)) is not None:
+        operands[i], results[0] = True, versions[i]
+    elif jaxi.takes_part(eqn) and (whole := given[0]):
+        operands[0], results[0] = True, whole._replace(is_version=False)
     elif inner := inner_of(eqn):
-        own, roots = inner.settled([False if at is None else versions[at] is not None for at in inner.operands])
-        for at, is_own in zip(inner.operands, own, strict=True):
-            if is_own:
-                operands[at] = True
+        own, roots = inner.settled({i for i, at in inner.operands.items() if versions[at]})
+        taken = {inner.operands[i] for i in own}
+        operands = [at in taken for at in range(len(given))]
         for output, root in roots.items():
             results[inner.results[output]] = versions[inner.operands[root]]
     return Taken(tuple(operands), tuple(results))
+
+
+def _added_to(eqn: Any, given: Sequence[Own | None]) -> int | None:
+    """Which operand of a sum is a version to which something is added that is no lane's own."""
+    aval, found = eqn.outvars[0].aval, [(i, value) for i, value in enumerate(given) if value]
+    versions = [i for i, value in found if value.is_version and eqn.invars[i].aval.shape == aval.shape]
+    return versions[0] if len(found) == len(versions) == 1 else None
 
 
 class Inner(NamedTuple):
     """The programs in an equation: branches, a call, or the bodies of a loop."""
 
     programs: Sequence[ClosedJaxpr]
-    operands: Sequence[int | None]  # of the equation, one for each input; None: it may not be a lane's own
+    operands: dict[int, int]  # of the equation, by inputs of the programs that may be a lane's own
     results: dict[int, int]  # of the equation, by outputs of the programs that may be a lane's own
     carried: dict[int, int] | None = None  # of a loop, the output that each leaf of the carry (an input) has become
 
-    def settled(self, own: Sequence[bool]) -> tuple[Mask, dict[int, int]]:
+    def settled(self, own: Set[int]) -> tuple[Set[int], dict[int, int]]:
         """Which of these inputs stay a lane's own, and by outputs that are versions the inputs of which they are."""
         while True:
-            padded = (*own, *[False] * max(len(program.in_avals) for program in self.programs))
-            found = [own_values(program, padded[: len(program.in_avals)]) for program in self.programs]
-            roots = {
-                k: root
-                for k in self.results
-                if (root := self._root([values.outputs[k] for values in found])) is not None
-            }
-            lost = set().union(*(values.strays for values in found))
-            for values in found:
-                versions = ((k, value) for k, value in enumerate(values.outputs) if value and value.is_version)
-                lost |= {value.root for k, value in versions if roots.get(k) != value.root}
-            if self.carried is not None:
-                lost |= {i for i, k in self.carried.items() if roots.get(k) != i}
-                lost |= {i for k, i in roots.items() if self.carried.get(i) != k}
-            if not any(own[i] for i in lost):
-                return tuple(own), roots
-            own = [is_own and i not in lost for i, is_own in enumerate(own)]
+            found = [
+                own_values(program, tuple(i in own for i in range(len(program.in_avals)))) for program in self.programs
+            ]
+            roots = {k: root for k in self.results for root in self._roots_of(k, found)}
+            outputs = ((k, value) for values in found for k, value in enumerate(values.outputs))
+            lost = {value.root for k, value in outputs if value and value.is_version and roots.get(k) != value.root}
+            lost |= {i for i, k in (self.carried or {}).items() if roots.get(k) != i}
+            lost = lost.union(*(values.strays for values in found))
+            if own.isdisjoint(lost):
+                return own, roots
+            own = own - lost
 
-    @staticmethod
-    def _root(values: Sequence[Own | None]) -> int | None:
-        first, *others = values
-        return first.root if first and first.is_version and all(value == first for value in others) else None
+    def _roots_of(self, output: int, found: Sequence[OwnValues]) -> set[int]:
+        """The input of which an output is a version in all programs, if there is one; that of the leaf in a loop."""
+        values = {values.outputs[output] for values in found}
+        roots = {value.root for value in values if value and value.is_version} if len(values) == 1 else set()
+        return roots if self.carried is None else {root for root in roots if self.carried.get(root) == output}
 
 
-def kept_by_lanes(body: ClosedJaxpr, mapped: LoopInputs) -> tuple[Mask, Mask]:
+def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Mask, Mask]:
     """Which inputs of the body of a batch finished lanes keep as their own, and which leaves of the carry are theirs.
 
-    The body is (row, *consts, *carry, *x) -> (*carry, *y); `mapped` says which inputs have lanes.
+    The body is (row, *consts, *carry, *x) -> (*carry, *y); `mapped` says which inputs the `lanes` have of their own.
     """
     first = 1 + len(mapped.consts)
-    carried = {first + k: k for k in range(len(mapped.carry))}
-    inner = Inner([body], range(len(body.in_avals)), _alike(len(mapped.carry)), carried)
-    own, _ = inner.settled([False, *mapped.consts, *mapped.carry, *(False for _ in mapped.xs)])
-    return own, own[first : first + len(mapped.carry)]
+    carry = range(first, first + len(mapped.carry))
+    pays = [prod(aval.shape) * lanes >= _MIN_ELEMENTS and not jaxi.is_on_host(aval) for aval in body.in_avals]
+    have_lanes = (False, *mapped.consts, *mapped.carry, *(False for _ in mapped.xs))
+    are_buffers = (False, *read_only(body, range(1, first)), *buffers(body, carry), *(False for _ in mapped.xs))
+    inner = Inner([body], _alike(range(carry.stop)), _alike(range(len(carry))), {i: k for k, i in enumerate(carry)})
+    chosen = zip(have_lanes, either(pays, are_buffers), strict=True)
+    own, _ = inner.settled({i for i, (has_lanes, is_worth) in enumerate(chosen) if has_lanes and is_worth})
+    return tuple(i in own for i in range(len(have_lanes))), tuple(i in own for i in carry)
 
 
 class Walk(NamedTuple):
@@ -160,34 +167,33 @@ def body_of(eqn: Any) -> ClosedJaxpr:
     return summing_in_place(getattr(loop, walk.body), 1 + loop.num_consts)
 
 
-def _alike(number: int) -> dict[int, int]:
-    return {k: k for k in range(number)}
+def _alike(numbers: range) -> dict[int, int]:
+    return {i: i for i in numbers}
 
 
 def inner_of(eqn: Any) -> Inner | None:
     """The programs in an equation of control flow, or of a call; None if it is neither, or nobody knows."""
+    results = _alike(range(len(eqn.outvars)))
     if jaxi.is_cond(eqn):
-        return Inner(jaxi.branches(eqn), range(1, len(eqn.invars)), _alike(len(eqn.outvars)))
+        return Inner(jaxi.branches(eqn), {at - 1: at for at in range(1, len(eqn.invars))}, results)
     if program := jaxi.inlinable(eqn):
-        return Inner([program], range(len(eqn.invars)), _alike(len(eqn.outvars)))
-    operands: list[int | None] = []
+        return Inner([program], _alike(range(len(eqn.invars))), results)
     if loop := jaxi.lax_loop(eqn):
-        operands += [None] * len(loop.body.in_avals)
-        operands[: loop.carry_range.stop] = range(loop.num_cond_consts, loop.num_cond_consts + loop.carry_range.stop)
+        operands = {i: i + loop.num_cond_consts for i in range(loop.carry_range.stop)}
         if loop.cond is not None:  # whether it goes on, a lane asks of what is an active lane's
             asked = {atom for eqn in loop.cond.eqns for atom in eqn.invars if not isinstance(atom, Literal)}
-            for i, leaf in zip(loop.carry_range, loop.cond.invars[loop.num_cond_consts :], strict=True):
-                operands[i] = None if leaf in asked or leaf in loop.cond.outvars else operands[i]
-        return Inner([loop.body], operands, _alike(loop.num_carry), {i: k for k, i in enumerate(loop.carry_range)})
+            leaves = zip(loop.carry_range, loop.cond.invars[loop.num_cond_consts :], strict=True)
+            for i in (i for i, leaf in leaves if leaf in asked or leaf in loop.cond.outvars):
+                del operands[i]
+        carried = {i: k for k, i in enumerate(loop.carry_range)}
+        return Inner([loop.body], operands, _alike(range(loop.num_carry)), carried)
     if eqn.primitive not in walks:
         return None
     walk, body = walks[eqn.primitive], body_of(eqn)
     loop, leaves = walk.steps(**eqn.params), list(carried_by[eqn.primitive](eqn))
-    operands += [None] * len(body.in_avals)
+    operands = {leaf.input: leaf.operand for leaf in leaves}
     if walk.inverse_is_alike or loop.inverse is None:
-        operands[1 : 1 + loop.num_consts] = range(walk.num_limits, walk.num_limits + loop.num_consts)
-    for leaf in leaves:
-        operands[leaf.input] = leaf.operand
-    results = {leaf.output: leaf.result for leaf in leaves}
+        operands |= {1 + i: walk.num_limits + i for i in range(loop.num_consts)}
     programs = [body] if loop.inverse is None or not walk.inverse_is_alike else [body, loop.inverse]
+    results = {leaf.output: leaf.result for leaf in leaves}
     return Inner(programs, operands, results, {leaf.input: leaf.output for leaf in leaves})

@@ -82,7 +82,7 @@ def step_lanes(
     """
     consts, carry, xs = inputs
     body = summing_in_place(body, 1 + len(consts))
-    own, in_place = kept_by_lanes(body, mapped)
+    own, in_place = kept_by_lanes(body, axis.size, mapped)
     left = [k for k, is_in_place in enumerate(in_place) if is_in_place]
     function = lane_function(body, flatten(mapped), axis.arguments, own, left, when)
     # What other lanes see of a lane is its own: the key from which JAX draws for all (`core/jaxpr/dependence.py`).
