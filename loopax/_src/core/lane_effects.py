@@ -271,7 +271,7 @@ def _guarded_control_flow(guard: _Guard, operands: list[Any]) -> Sequence[Any] |
     if eqn.primitive in walks:
         return _guarded_walk(guard, inner, operands)
     (program,) = inner.programs
-    results = jaxi.bind_open_call(eqn, lambda program: guard.of(program, inner), [active, *operands])
+    results = jaxi.bind_open_call(eqn, lambda _: guard.of(program, inner), [active, *operands])
     return guard.of(program, inner)(active, *operands) if results is None else results
 
 

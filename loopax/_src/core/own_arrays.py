@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.ir.loop import LoopInputs
-from loopax._src.core.jaxpr.accumulate import carried_by, summing_in_place
+from loopax._src.core.jaxpr.accumulate import branch_in_place, carried_by, summing_in_place
 from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.core.row_buffers import VERSION
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
@@ -175,9 +175,11 @@ def inner_of(eqn: Any) -> Inner | None:
     """The programs in an equation of control flow, or of a call; None if it is neither, or nobody knows."""
     results = _alike(range(len(eqn.outvars)))
     if jaxi.is_cond(eqn):
-        return Inner(jaxi.branches(eqn), {at - 1: at for at in range(1, len(eqn.invars))}, results)
+        return Inner(
+            list(map(branch_in_place, jaxi.branches(eqn))), {at - 1: at for at in range(1, len(eqn.invars))}, results
+        )
     if program := jaxi.inlinable(eqn):
-        return Inner([program], _alike(range(len(eqn.invars))), results)
+        return Inner([branch_in_place(program)], _alike(range(len(eqn.invars))), results)
     if loop := jaxi.lax_loop(eqn):
         operands = {i: i + loop.num_cond_consts for i in range(loop.carry_range.stop)}
         if loop.cond is not None:  # whether it goes on, a lane asks of what is an active lane's

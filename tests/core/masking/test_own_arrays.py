@@ -70,7 +70,11 @@ STEPS = {
     "a row and a sum of all": lambda i, k, x: x.at[i + k].set(jnp.sin(x.sum(0))),
     "sum": lambda i, k, x: x + jnp.zeros_like(x).at[i + k].set(jnp.sin(x[i])),
 }
-TOUCHES_ALL = {"a row and a sum of all", "multiplied", "largest", "chosen", "rows"}
+# All of an array is read, or stored for each step; or JAX's derivative of the operation is of all of it.
+TOUCHES_ALL = {
+    *("a row and a sum of all", "chosen", "checkpoint", "inner loop that is reversible", "branch by what is in a row"),
+    *("multiplied", "largest", "rows"),
+}
 
 
 def by_number(step, options):
@@ -156,7 +160,7 @@ def test_rows_behind_the_last_that_a_lane_reads_have_no_root():
     def f(x, n):
         return lx.fori_loop(0, n, lambda i, x: x.at[i].set(jnp.sqrt(x[i])), x, max_steps=MOST, lanes="lockstep")
 
-    is_read = jnp.arange(ROWS)[None, :, None] < LENGTHS[:, None, None]
+    is_read = jnp.arange(ROWS, dtype=jnp.int32)[None, :, None] < LENGTHS[:, None, None]
     arrays = jnp.where(is_read, 1.0 + ARRAYS**2, -1.0)
     with jax.debug_nans(True):
         summed = jax.jit(jax.grad(lambda x: jax.vmap(f)(x, LENGTHS).sum()))(arrays)

@@ -356,17 +356,24 @@ def summing_in_place(body: ClosedJaxpr, first: int) -> ClosedJaxpr:
 
     It is the same body where there are none.
     """
-    return _summing_in_place(body, first) or body
+    pairs = list(zip(range(first, len(body.invars)), range(len(body.outvars)), strict=False))
+    carry = (i for i, k in pairs if _is_large(body.in_avals[i]) and body.in_avals[i] == body.out_avals[k])
+    return _summing_in_place(body, tuple(carry), first) or body
+
+
+def branch_in_place(branch: ClosedJaxpr) -> ClosedJaxpr:
+    """A branch, or a function that is called, which may change what it is given in place."""
+    given = (i for i, aval in enumerate(branch.in_avals) if _is_large(aval))
+    return _summing_in_place(branch, tuple(given), None) or branch
 
 
 @weakly_cached
-def _summing_in_place(body: ClosedJaxpr, first: int) -> ClosedJaxpr | None:
-    pairs = list(zip(range(first, len(body.invars)), range(len(body.outvars)), strict=False))
-    carry = [i for i, k in pairs if _is_large(body.in_avals[i]) and body.in_avals[i] == body.out_avals[k]]
+def _summing_in_place(body: ClosedJaxpr, carry: tuple[int, ...], first: int | None) -> ClosedJaxpr | None:
     if not carry or not _makes_zeros(body):
         return None
     uses, starts = _Uses(body), _Starts()
-    sums = {i - first: body.invars[i] for i in carry if uses.sum_of(body.invars[i]) == i - first}
+    leaves = [] if first is None else [(i, i - first) for i in carry]
+    sums = {k: body.invars[i] for i, k in leaves if uses.sum_of(body.invars[i]) == k}
     for eqn in body.eqns:
         for leaf in added_to_by(eqn):
             if (output := uses.sum_of(eqn.outvars[leaf.result])) in sums:
