@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep, to_lanes
 from loopax._src.core.jaxpr.util import merge_lists, reject
+from loopax._src.core.own_arrays import versions_of_inputs
 from loopax._src.frontend.extent import Extent, width_of
 from loopax._src.frontend.options import Options, check_callable
 from loopax._src.frontend.references import refuse_references_in
@@ -195,16 +196,27 @@ def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: 
     if isinstance(how, Free):
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)
-    spec, avals, given = _common_results(name, branches, operands)
+    spec, avals, given, versions = _common_results(name, branches, operands)
     # An array that every branch returns as it was given is known without a branch: lanes go on sharing it.
     is_given = [x is not _COMPUTED for x in given]
     computed = reject(is_given, avals)
     options = Options(name, Auto() if how == Lockstep() else Bounded(), how)
-    result, used_keys = list(map(jaxi.zeros, computed)), []
+    operand_arrays, operand_spec = pack(freeze(operands))
+    # A result that all branches make of one operand, by writing rows of it, begins as this operand; the branch that is
+    # taken finds it there, and changes it in place.
+    starts = reject(is_given, versions) if not any(map(is_object, jax.tree.leaves(operands, is_leaf=is_object))) else []
+    started = {k: i for k, i in enumerate(starts) if i is not None}
+    result = [operand_arrays[started[k]] if k in started else jaxi.zeros(aval) for k, aval in enumerate(computed)]
+    used_keys = []
 
     def call(where: str, function: Any, row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
         del row, extras, x
-        arrays, _ = pack(without_flags(freeze(call_user(where, function, [], *carry[0]))))
+        found = carry[0]
+        if started:
+            arrays, _ = pack(freeze(found))
+            now = {i: carry[1][k] for k, i in started.items()}
+            found = thaw(operand_spec.unpack([now.get(i, x) for i, x in enumerate(arrays)]))
+        arrays, _ = pack(without_flags(freeze(call_user(where, function, [], *found))))
         pairs = zip(reject(is_given, arrays), computed, strict=True)
         return (carry[0], [jaxi.convert(x, aval.dtype) for x, aval in pairs]), None, None
 
@@ -247,6 +259,7 @@ class _TracedBranch(NamedTuple):
     # For each array: where it stands among what the branch closes over and behind it its operands; None: it is computed
     places: list[int | None]
     closed_over: list[Any]
+    versions: list[int | None]  # the operand of which each array is a version; None: it is none
 
     @property
     def tree(self) -> Any:
@@ -254,10 +267,13 @@ class _TracedBranch(NamedTuple):
         return self.spec.treedef.unflatten(x.aval if isinstance(x, Dynamic) else x.value for x in self.spec.leaves)
 
 
-def _common_results(name: str, branches: Functions, operands: tuple[Any, ...]) -> tuple[Spec, list[Any], list[Any]]:
+def _common_results(
+    name: str, branches: Functions, operands: tuple[Any, ...]
+) -> tuple[Spec, list[Any], list[Any], list[int | None]]:
     """The types that all branches return for these operands, as a pytree and as arrays.
 
-    For each array, the one that all branches return as it is; `_COMPUTED`: there is none.
+    For each array, the one that all branches return as it is (`_COMPUTED`: there is none), and the number of the
+    operand, among arrays, of which all return a version (`core/own_arrays.py`).
     """
     arrays, spec = pack(freeze(operands))
     traced = [
@@ -285,7 +301,11 @@ def _common_results(name: str, branches: Functions, operands: tuple[Any, ...]) -
         given = [a if a is b else _COMPUTED for a, b in zip(given, other_given, strict=True)]
     # Arrays of `float0`, which no loop carries, have only one value.
     only = [np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else None for aval in avals]
-    return first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)]
+    versions: list[int | None] = []
+    for aval, numbers in zip(avals, zip(*(branch.versions for branch in traced), strict=True), strict=True):
+        i = numbers[0] if len(set(numbers)) == 1 and numbers[0] not in versions else None
+        versions.append(i if i is not None and jax.typeof(arrays[i]) == aval else None)
+    return first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)], versions
 
 
 def _trace(where: str, name: str, function: Any, spec: Spec, arrays: Sequence[Any]) -> tuple[_TracedBranch, list[Any]]:
@@ -314,7 +334,7 @@ def _trace(where: str, name: str, function: Any, spec: Spec, arrays: Sequence[An
     opened, consts = jaxi.open_constants(closed)
     inputs = {var: i for i, var in enumerate(opened.invars)}
     places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
-    return _TracedBranch(of_result, places, consts), consts
+    return _TracedBranch(of_result, places, consts, versions_of_inputs(closed)), consts
 
 
 def _problems(first: _TracedBranch, avals: Sequence[Any], other: _TracedBranch) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.ir.loop import LoopInputs
-from loopax._src.core.jaxpr.accumulate import branch_in_place, carried_by, summing_in_place
+from loopax._src.core.jaxpr.accumulate import branch_in_place, carried_by, is_large, summing_in_place
 from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.core.row_buffers import VERSION
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
@@ -130,6 +130,12 @@ class Inner(NamedTuple):
         values = {values.outputs[output] for values in found}
         roots = {value.root for value in values if value and value.is_version} if len(values) == 1 else set()
         return roots if self.carried is None else {root for root in roots if self.carried.get(root) == output}
+
+
+def versions_of_inputs(program: ClosedJaxpr) -> list[int | None]:
+    """For each output the large input of which it is a version; None: it is none."""
+    found = own_values(program, tuple(map(is_large, program.in_avals))).outputs
+    return [value.root if value and value.is_version else None for value in found]
 
 
 def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Mask, Mask]:

@@ -145,6 +145,8 @@ def writes_block(eqn: Any) -> bool:
 
 # ---- what is read beside it
 
+_SMALL = 16  # numbers, of an operand that waits for others
+
 _is_gather = one_of("gather")
 _reads = one_of("gather", "dynamic_slice")
 
@@ -175,11 +177,23 @@ def read_twice(eqn: Any, operands: Sequence[Any]) -> Any:
 
 
 def written_after(eqn: Any, operands: Sequence[Any], read: Sequence[Any]) -> list[Any]:
-    """The operands of one of `updates`, of which what was read is a part: no write comes before that."""
-    array, *rest = operands
-    which = 1 if eqn.primitive.name == "dynamic_update_slice" else 0
-    rest[which] = after(jnp.asarray(rest[which]), read)
-    return [array, *rest]
+    """The operands of what writes, of which what was read is a part: no write comes before that.
+
+    What writes is one of `updates`, or a branch or a loop that does. It stays as it is if all it is given is large.
+    """
+    which = {"dynamic_update_slice": 2}.get(eqn.primitive.name, 1)
+    if not updates(eqn):
+        small = [
+            i
+            for i, x in enumerate(operands)
+            if jnp.size(x) <= _SMALL and jnp.issubdtype(jnp.result_type(x), jnp.number)
+        ]
+        if not small:
+            return list(operands)
+        which = small[0]
+    operands = list(operands)
+    operands[which] = after(jnp.asarray(operands[which]), read)
+    return operands
 
 
 # A part of the first operand, as it is.

@@ -22,13 +22,15 @@ from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.dependence import is_arithmetic, is_elementwise, mixed_inputs
-from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals
+from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals, uniform_body
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,
+    equations_in,
     flatten,
     map_leaves,
     refuse_collectives,
+    select,
     split_list,
     stacked,
     trace,
@@ -116,6 +118,25 @@ def step_lanes(
     # do the rows that an inverse reads.
     kept = returned(body, range(1 + len(consts), 1 + len(consts) + len(carry)))
     return [*(old if keeps else new for keeps, old, new in zip(kept, carry, out, strict=False)), *out[len(carry) :]]
+
+
+def step_of_all(body: ClosedJaxpr, axis: Axis, mapped: LoopInputs, outputs: Sequence[bool]) -> ClosedJaxpr:
+    """One step of such a body for lanes that all take it; `outputs` says which results have lanes.
+
+    JAX makes a choice from whole arrays of a branch that each lane takes on its own. Of an array of which the branch
+    writes rows, these are written where the branch is taken: as if other lanes had finished.
+    """
+    plain = uniform_body(body, axis, flatten(mapped), outputs)
+    body = summing_in_place(body, 1 + len(mapped.consts))
+    own, in_place = kept_by_lanes(body, axis.size, mapped)
+    chosen = {eqn.outvars[0].aval for eqn in equations_in(plain) if jaxi.is_select(eqn)}
+    leaves = plain.out_avals[: len(in_place)]
+    if acts(body) or chosen.isdisjoint(select(in_place, leaves)):
+        return plain
+    left = [k for k, is_in_place in enumerate(in_place) if is_in_place]
+    in_axes, out_axes = (0, None, *axes_of(flatten(mapped))), axes_of(outputs)
+    function = jax.vmap(guarded(body, own, left), in_axes=in_axes, out_axes=out_axes, **axis.arguments)
+    return trace(lambda *inputs: function(jnp.ones(axis.size, bool), *inputs), plain.in_avals)
 
 
 def within_limits(row: Any, limits: Sequence[Any], has_limits: Mask, axis: Axis) -> Any:

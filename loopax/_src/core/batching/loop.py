@@ -97,7 +97,8 @@ def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Ma
     """The sweep for all lanes at once, where all walk the same rows."""
     outputs = (*batched.carry, *batched.state, *ys)
     inverse = sweep.inverse and uniform_body(sweep.inverse, axis, sweep.forward_inputs(batched), batched.state)
-    step = uniform_body(sweep.step, axis, sweep.backward_inputs(batched), outputs)
+    inputs = LoopInputs(tuple(batched.consts), (*batched.carry, *batched.state), tuple(batched.xs))
+    step = lockstep.step_of_all(sweep.step, axis, inputs, outputs)
     return lockstep.with_drift_of_lanes(
         sweep._replace(step=step, inverse=inverse), axis, tuple(batched.state), (*batched.carry, *ys)
     )
@@ -171,7 +172,7 @@ def _gathered(rules: BatchRules, static: Any, axis: Axis, mapped: Mask, operands
 def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutputs) -> Loop:
     """The loop for all lanes at once, where all take the same steps."""
     inverse = loop.inverse and uniform_body(loop.inverse, axis, flatten(batched), outputs.carry)
-    return loop._replace(body=uniform_body(loop.body, axis, flatten(batched), flatten(outputs)), inverse=inverse)
+    return loop._replace(body=lockstep.step_of_all(loop.body, axis, batched, flatten(outputs)), inverse=inverse)
 
 
 def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:

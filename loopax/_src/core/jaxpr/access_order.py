@@ -18,7 +18,15 @@ from typing import Any
 import jax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.util import bind_again, equations_in, evaluate, map_programs, trace, weakly_cached
+from loopax._src.core.jaxpr.util import (
+    bind_again,
+    equations_in,
+    evaluate,
+    inner_jaxprs,
+    map_programs,
+    trace,
+    weakly_cached,
+)
 from loopax._src.jax_internals import ClosedJaxpr, Literal
 
 # A smaller array is copied within the time of an operation.
@@ -29,6 +37,17 @@ def _writes_rows(eqn: Any) -> bool:
     if not jaxi.updates(eqn) or not jaxi.may_be_updated(aval := eqn.invars[0].aval):
         return False
     return prod(aval.shape) >= max(_MIN_ELEMENTS, 4 * prod(jaxi.update_of(eqn).aval.shape))
+
+
+def _written_by(eqn: Any) -> list[Any]:
+    """The arrays of which an equation writes rows, itself or in a program of its own: a branch, or a loop."""
+    if _writes_rows(eqn):
+        return [] if isinstance(eqn.invars[0], Literal) else [eqn.invars[0]]
+    if not any(map(writes_rows, inner_jaxprs(eqn))):
+        return []
+    results = {variable.aval for variable in eqn.outvars}
+    variables = dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal))
+    return [x for x in variables if x.aval in results and prod(x.aval.shape) >= _MIN_ELEMENTS]
 
 
 @weakly_cached
@@ -85,16 +104,14 @@ class _Order:
             self.needs[after].add(k)
         self.late: dict[int, list[int]] = {}  # of a write, the reads that nothing else keeps in front of it
         self.returned = {v for v in closed.outvars if not isinstance(v, Literal)}
-        written = [eqn.invars[0] for eqn in self.eqns if _writes_rows(eqn) and not isinstance(eqn.invars[0], Literal)]
-        for variable in dict.fromkeys(written):
+        for variable in dict.fromkeys(v for eqn in self.eqns for v in _written_by(eqn)):
             if (variable in makers or variable in closed.invars[first:]) and variable not in self.returned:
                 self._put_in_order(variable)
 
     def _put_in_order(self, variable: Any) -> None:
         users = [k for k, eqn in enumerate(self.eqns) if any(v is variable for v in eqn.invars)]
-        accesses = [k for k in users if [v is variable for v in self.eqns[k].invars].index(True) == 0]
-        writes = [k for k in accesses if jaxi.updates(self.eqns[k])]
-        reads = [k for k in accesses if jaxi.reads_blocks(self.eqns[k])]
+        writes = [k for k in users if variable in _written_by(self.eqns[k])]
+        reads = [k for k in users if jaxi.reads_blocks(self.eqns[k]) and self.eqns[k].invars[0] is variable]
         if len(writes) > 1 or len(writes) + len(reads) < len(users):
             return
         (write,) = writes

@@ -53,7 +53,8 @@ _MIN_ELEMENTS = 256
 _LARGEST_PART = 1 / 4
 
 
-def _is_large(aval: Any) -> bool:
+def is_large(aval: Any) -> bool:
+    """Whether updates of a few elements of such an array take less time than all of it."""
     return jaxi.may_be_updated(aval) and prod(aval.shape) >= _MIN_ELEMENTS
 
 
@@ -102,7 +103,7 @@ def added_to_by(eqn: Any) -> list[Carried]:
 
 @weakly_cached
 def _is_added_to(body: ClosedJaxpr, i: int, output: int) -> bool:
-    return _is_large(body.in_avals[i]) and _Uses(body).sum_of(body.invars[i]) == output
+    return is_large(body.in_avals[i]) and _Uses(body).sum_of(body.invars[i]) == output
 
 
 class _Evaluation:
@@ -357,13 +358,13 @@ def summing_in_place(body: ClosedJaxpr, first: int) -> ClosedJaxpr:
     It is the same body where there are none.
     """
     pairs = list(zip(range(first, len(body.invars)), range(len(body.outvars)), strict=False))
-    carry = (i for i, k in pairs if _is_large(body.in_avals[i]) and body.in_avals[i] == body.out_avals[k])
+    carry = (i for i, k in pairs if is_large(body.in_avals[i]) and body.in_avals[i] == body.out_avals[k])
     return _summing_in_place(body, tuple(carry), first) or body
 
 
 def branch_in_place(branch: ClosedJaxpr) -> ClosedJaxpr:
     """A branch, or a function that is called, which may change what it is given in place."""
-    given = (i for i, aval in enumerate(branch.in_avals) if _is_large(aval))
+    given = (i for i, aval in enumerate(branch.in_avals) if is_large(aval))
     return _summing_in_place(branch, tuple(given), None) or branch
 
 
