@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from tests.support.compiled import temporary
+from tests.support.compiled import temporary, whole_arrays_in_loops
 from tests.support.progress_recorder import recorder
 from tests.support.reference import assert_close
 
@@ -314,3 +314,87 @@ def test_progress_of_a_loop_in_a_branch(recorder: Any) -> None:
     assert not recorder.ended
     assert jax.block_until_ready(run(True, 1.0)) == 6.0
     assert len(recorder.ended) == 1
+
+
+# ---- branches that write rows of an array
+
+ROWS = jnp.sin(jnp.arange(2400.0)).reshape(600, 4)
+
+
+def two_arrays(i: Any, x: Any, cond: Any) -> Any:
+    """One is returned as it is, of the other a row is written; and a row of what was there is returned."""
+    written = lambda x, y: (x.at[i].set(jnp.sin(y[i])), y, x[i])
+    y, x, row = cond(x[i, 0] > 0, written, lambda x, y: (x, y.at[i].add(x[i + 1]), y[i]), x, jnp.cos(x))
+    return x.at[2 * i].set(row + y[i])
+
+
+def nested(i: Any, x: Any, cond: Any) -> Any:
+    inner = lambda x: cond(i % 2 == 0, lambda x: x.at[i].set(2.0 * x[i + 1]), lambda x: x.at[i + 1].add(x[i]), x)
+    return cond(x[i, 0] > 0, inner, lambda x: x.at[0].multiply(0.5), x)
+
+
+# What a step makes of an array, by its number.
+WRITES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "operand": lambda i, x, cond: cond(x[i, 0] > 0, lambda x: x.at[i + 1].set(jnp.sin(x[i])), lambda x: x, x),
+    "closed over": lambda i, x, cond: cond(x[i, 0] > 0, lambda: x.at[i + 1].set(jnp.sin(x[i])), lambda: x),
+    "one branch, closed over": lambda i, x, cond: cond(
+        i % 2 == 0, lambda y: x.at[i].set(y[i] * x[i + 1]), lambda y: y.at[i + 1].add(x[i]), x
+    ),
+    "twice the same": lambda i, x, cond: sum(
+        cond(i % 2 == 0, lambda x, y: (x.at[i].set(y[i + 1]), y), lambda x, y: (x, y.at[i].add(x[i])), x, x)
+    ),
+    "both, from each other": lambda i, x, cond: sum(
+        cond(i % 2 == 0, lambda x, y: (y, x), lambda x, y: (x.at[i].set(y[i]), y.at[i].set(x[i])), x, jnp.cos(x))
+    ),
+    "used afterwards": lambda i, x, cond: (
+        cond(i % 2 == 0, lambda x: x.at[i].set(jnp.sin(x[i])), lambda x: x.at[i].add(1.0), x) * 0.5 + x
+    ),
+    "two arrays": two_arrays,
+    "nested": nested,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow) if name == "twice the same" else name for name in WRITES]
+)
+def test_branches_that_write_rows_are_those_of_lax(name: str) -> None:
+    def run(cond: Any) -> Callable[..., Any]:
+        def loss(x: Any) -> Any:
+            return jnp.exp(0.1 * lx.fori_loop(0, 3, lambda i, x: WRITES[name](i, x, cond), x)).sum()
+
+        lanes = jnp.stack([ROWS, -ROWS, jnp.cos(ROWS)])
+        second = lambda x: jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))[1]
+        return jax.jit(lambda: (jax.value_and_grad(loss)(ROWS), second(ROWS), jax.vmap(jax.grad(loss))(lanes)))
+
+    assert_close(run(lx.cond)(), run(lax.cond)())
+
+
+@pytest.mark.parametrize("name", ["operand", "closed over", "one branch, closed over"])
+def test_a_branch_that_writes_rows_touches_no_others(name: str) -> None:
+    loss = lambda x: jnp.exp(lx.fori_loop(0, 3, lambda i, x: WRITES[name](i, x, lx.cond), x)).sum()
+    text = jax.jit(jax.grad(loss)).lower(ROWS).compile().as_text() or ""
+    assert not whole_arrays_in_loops(text, *ROWS.shape)
+
+
+def test_a_switch_that_writes_rows_takes_the_nearest_branch() -> None:
+    branches = [lambda x, i=i: x.at[i].set(i + 2.0 * x[3]) for i in range(3)]
+    for index in (-1, 1, 7):
+        found = jax.jit(lambda index: lx.switch(index, branches, ROWS))(index)
+        assert_close(found, lax.switch(index, branches, ROWS))
+
+
+def test_a_branch_with_an_error_that_writes_rows() -> None:
+    def step(i: Any, x: Any) -> Any:
+        return lx.cond(i == 1, lambda x: x.at[0].set(eqx.error_if(x[1], x[1] < 2, "too small")), lambda x: x, x)
+
+    with pytest.raises(Exception, match="too small"):
+        eqx.filter_jit(lambda: lx.fori_loop(0, 2, step, ROWS))()
+    assert_close(eqx.filter_jit(lambda: lx.fori_loop(0, 1, step, ROWS))(), ROWS)
+
+
+def test_branches_of_one_array_given_twice_and_of_two() -> None:
+    branches = lambda x, y: x.at[0].set(y[1]), lambda x, y: x.at[1].add(y[0])
+    twice = jax.jit(lambda x: lx.cond(x[0, 0] < 1, *branches, x, x))(ROWS)
+    assert_close(twice, ROWS.at[0].set(ROWS[1]))
+    two = jax.jit(lambda x, y: lx.cond(x[0, 0] < 1, *branches, x, y))(ROWS, jnp.cos(ROWS))
+    assert_close(two, ROWS.at[0].set(jnp.cos(ROWS[1])))

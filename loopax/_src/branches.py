@@ -27,7 +27,7 @@ from loopax._src.frontend.run import UserLoop
 from loopax._src.frontend.run_time_checks import collecting, settle
 from loopax._src.frontend.steps import call_user
 from loopax._src.frontend.trace import Step, traced_once, without_flags
-from loopax._src.jax_internals import Literal
+from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
 from loopax._src.kinds import Auto, Bounded
 from loopax._src.nnx.functional import freeze, is_object, thaw
 from loopax._src.pytrees.leaves import Dynamic, Spec, describe, differences, pack, same_structure
@@ -196,35 +196,41 @@ def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: 
     if isinstance(how, Free):
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)
-    spec, avals, given, versions = _common_results(name, branches, operands)
+    traced = _traced(name, branches, operands)
+    spec, avals, given = _common_results(name, traced, operands)
     # An array that every branch returns as it was given is known without a branch: lanes go on sharing it.
     is_given = [x is not _COMPUTED for x in given]
     computed = reject(is_given, avals)
     options = Options(name, Auto() if how == Lockstep() else Bounded(), how)
-    operand_arrays, operand_spec = pack(freeze(operands))
-    # A result that all branches make of one operand, by writing rows of it, begins as this operand; the branch that is
-    # taken finds it there, and changes it in place.
-    starts = reject(is_given, versions) if not any(map(is_object, jax.tree.leaves(operands, is_leaf=is_object))) else []
-    started = {k: i for k, i in enumerate(starts) if i is not None}
-    result = [operand_arrays[started[k]] if k in started else jaxi.zeros(aval) for k, aval in enumerate(computed)]
+    starts = _starts(traced, avals, is_given, operands)
+    pairs = zip(reject(is_given, starts), computed, strict=True)
+    result = [jaxi.zeros(aval) if x is None else x for x, aval in pairs]
+    at = {id(x): k for k, x in enumerate(reject(is_given, starts)) if x is not None}
     used_keys = []
 
-    def call(where: str, function: Any, row: Any, extras: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
+    def call(
+        branch: str, function: Any, begins: Any, row: Any, extras: Any, carry: Any, x: Any
+    ) -> tuple[Any, Any, Any]:
         del row, extras, x
-        found = carry[0]
-        if started:
-            arrays, _ = pack(freeze(found))
-            now = {i: carry[1][k] for k, i in started.items()}
-            found = thaw(operand_spec.unpack([now.get(i, x) for i, x in enumerate(arrays)]))
-        arrays, _ = pack(without_flags(freeze(call_user(where, function, [], *found))))
+        operands, result = carry
+        if at:
+            pairs = zip(_inputs(traced[branch], operands), begins, strict=True)
+            arrays = jaxpr_as_fun(traced[branch].program)(*(x if k is None else result[k] for x, k in pairs))
+        else:
+            arrays, _ = pack(without_flags(freeze(call_user(f"{branch} of {name}", function, [], *operands))))
         pairs = zip(reject(is_given, arrays), computed, strict=True)
-        return (carry[0], [jaxi.convert(x, aval.dtype) for x, aval in pairs]), None, None
+        return (operands, [jaxi.convert(x, aval.dtype) for x, aval in pairs]), None, None
 
     for (branch, function), taken in zip(branches.items(), is_taken, strict=True):
-        # A loop of one step, or of none, whose carry are the operands and the result so far. Which arrays it computes
-        # depends on the other branches, too.
-        where, called = f"{branch} of {name}", Called(name, (function,), ())
-        step = Step(partial(call, where, function), where, called, (name, tuple(is_given)), once=True)
+        # A loop of one step, or of none, whose carry are the operands and the result so far. Which arrays it computes,
+        # and which of its inputs these begin as, depends on the other branches, too.
+        begins = tuple(at.get(id(x)) for x in _inputs(traced[branch], operands)) if at else ()
+        where, called, body = (
+            f"{branch} of {name}",
+            Called(name, (function,), ()),
+            partial(call, branch, function, begins),
+        )
+        step = Step(body, where, called, (name, tuple(is_given), begins), once=True)
         extent = Extent(0, taken.astype(jnp.int32), 1, fixed=False)
         done = UserLoop(step, options, extent, [], (operands, result), branch=branch, used_keys=used_keys).run()
         _, result = done.hand_over(settle(done.carry, done.checks))
@@ -259,7 +265,9 @@ class _TracedBranch(NamedTuple):
     # For each array: where it stands among what the branch closes over and behind it its operands; None: it is computed
     places: list[int | None]
     closed_over: list[Any]
-    versions: list[int | None]  # the operand of which each array is a version; None: it is none
+    program: ClosedJaxpr  # (*closed over, *operands) -> arrays
+    is_pure: bool  # whether it does nothing else
+    versions: list[int | None]  # for each array: of which of these inputs rows are written to make it
 
     @property
     def tree(self) -> Any:
@@ -267,19 +275,50 @@ class _TracedBranch(NamedTuple):
         return self.spec.treedef.unflatten(x.aval if isinstance(x, Dynamic) else x.value for x in self.spec.leaves)
 
 
+def _traced(name: str, branches: Functions, operands: tuple[Any, ...]) -> dict[str, _TracedBranch]:
+    """What each branch returns for operands of these types."""
+    arrays, spec = pack(freeze(operands))
+    return {
+        branch: traced_once(
+            (function,), ("branch", spec), partial(_trace, f"{branch} of {name}", name, function, spec, arrays)
+        )
+        for branch, function in branches.items()
+    }
+
+
+def _inputs(branch: _TracedBranch, operands: tuple[Any, ...]) -> list[Any]:
+    """Those of its program."""
+    return [*branch.closed_over, *pack(operands)[0]]
+
+
+def _starts(
+    branches: Mapping[str, _TracedBranch], avals: Sequence[Any], is_given: Sequence[bool], operands: tuple[Any, ...]
+) -> list[Any]:
+    """For each array that is computed, the one of which all branches write rows to make it; None: there is none.
+
+    The result begins as this array. The branch that is taken finds it there, and changes it in place.
+    """
+    has_objects = any(map(is_object, jax.tree.leaves(operands, is_leaf=is_object)))
+    if has_objects or not all(branch.is_pure for branch in branches.values()):
+        return [None] * len(avals)
+    inputs = [_inputs(branch, operands) for branch in branches.values()]
+    starts: list[Any] = []
+    columns = zip(*(branch.versions for branch in branches.values()), strict=True)
+    for aval, is_other, places in zip(avals, is_given, columns, strict=True):
+        x, *others = (None if i is None else given[i] for i, given in zip(places, inputs, strict=True))
+        fits = x is not None and jax.typeof(x) == aval and not (is_other or aval.weak_type)
+        starts.append(x if fits and all(y is x for y in others) and all(y is not x for y in starts) else None)
+    return starts
+
+
 def _common_results(
-    name: str, branches: Functions, operands: tuple[Any, ...]
-) -> tuple[Spec, list[Any], list[Any], list[int | None]]:
+    name: str, branches: Mapping[str, _TracedBranch], operands: tuple[Any, ...]
+) -> tuple[Spec, list[Any], list[Any]]:
     """The types that all branches return for these operands, as a pytree and as arrays.
 
-    For each array, the one that all branches return as it is (`_COMPUTED`: there is none), and the number of the
-    operand, among arrays, of which all return a version (`core/own_arrays.py`).
+    For each array, the one that all branches return as it is; `_COMPUTED`: there is none.
     """
-    arrays, spec = pack(freeze(operands))
-    traced = [
-        traced_once((function,), ("branch", spec), partial(_trace, f"{branch} of {name}", name, function, spec, arrays))
-        for branch, function in branches.items()
-    ]
+    (arrays, _), traced = pack(freeze(operands)), list(branches.values())
     results = [
         [_COMPUTED if i is None else [*branch.closed_over, *arrays][i] for i in branch.places] for branch in traced
     ]
@@ -301,26 +340,24 @@ def _common_results(
         given = [a if a is b else _COMPUTED for a, b in zip(given, other_given, strict=True)]
     # Arrays of `float0`, which no loop carries, have only one value.
     only = [np.zeros(aval.shape, aval.dtype) if aval.dtype == jax.dtypes.float0 else None for aval in avals]
-    versions: list[int | None] = []
-    for aval, numbers in zip(avals, zip(*(branch.versions for branch in traced), strict=True), strict=True):
-        i = numbers[0] if len(set(numbers)) == 1 and numbers[0] not in versions else None
-        versions.append(i if i is not None and jax.typeof(arrays[i]) == aval else None)
-    return first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)], versions
+    return first.spec, avals, [x if one is None else one for x, one in zip(given, only, strict=True)]
 
 
 def _trace(where: str, name: str, function: Any, spec: Spec, arrays: Sequence[Any]) -> tuple[_TracedBranch, list[Any]]:
     """What a branch returns for operands of these types, and the values that it closes over."""
     found: list[Spec] = []
+    has_checks: list[bool] = []
     here = jaxi.source_here()
 
     def call(arrays: Sequence[Any]) -> list[Any]:
-        with collecting():
+        with collecting() as collected:
             operands = thaw(jaxi.made_at(here, spec.unpack(arrays)))
             names = [f"operands[{i}]" for i in range(len(operands))]
             result = freeze(call_user(where, function, names, *operands))
         refuse_references_in(f"{where} returned", result)
         out, out_spec = pack(without_flags(result))
         found.append(out_spec)
+        has_checks.append(any(collected))
         return out
 
     # What the branch calls the arrays that it is given.
@@ -334,7 +371,8 @@ def _trace(where: str, name: str, function: Any, spec: Spec, arrays: Sequence[An
     opened, consts = jaxi.open_constants(closed)
     inputs = {var: i for i, var in enumerate(opened.invars)}
     places = [None if isinstance(out, Literal) else inputs.get(out) for out in opened.outvars]
-    return _TracedBranch(of_result, places, consts, versions_of_inputs(closed)), consts
+    is_pure = not closed.effects and not any(has_checks)
+    return _TracedBranch(of_result, places, consts, opened, is_pure, versions_of_inputs(opened)), consts
 
 
 def _problems(first: _TracedBranch, avals: Sequence[Any], other: _TracedBranch) -> list[str]:

@@ -145,7 +145,9 @@ def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Ma
     """
     first = 1 + len(mapped.consts)
     carry = range(first, first + len(mapped.carry))
-    pays = [prod(aval.shape) * lanes >= _MIN_ELEMENTS and not jaxi.is_on_host(aval) for aval in body.in_avals]
+    sizes = [prod((lanes, *aval.shape)) for aval in body.in_avals]  # with a symbolic dimension: large
+    pays = [not isinstance(size, int) or size >= _MIN_ELEMENTS for size in sizes]
+    pays = [is_worth and not jaxi.is_on_host(aval) for is_worth, aval in zip(pays, body.in_avals, strict=True)]
     have_lanes = (False, *mapped.consts, *mapped.carry, *(False for _ in mapped.xs))
     are_buffers = (False, *read_only(body, range(1, first)), *buffers(body, carry), *(False for _ in mapped.xs))
     inner = Inner([body], _alike(range(carry.stop)), _alike(range(len(carry))), {i: k for k, i in enumerate(carry)})

