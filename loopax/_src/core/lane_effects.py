@@ -247,8 +247,9 @@ def _guarded_control_flow(guard: _Guard, operands: list[Any]) -> Sequence[Any] |
         return jaxi.bind_open_call(eqn, guarded, [active, *operands])
     if jaxi.is_cond(eqn):
         index, *rest = operands
-        if guard.left and not jaxi.happens(eqn.effects):
-            _, roots = inner.settled({i for i, at in inner.operands.items() if guard.own[at]})
+        _, roots = inner.settled({i for i, at in inner.operands.items() if guard.own[at]})
+        each_once = len(set(roots.values())) == len(roots)
+        if guard.left and each_once and not jaxi.happens(eqn.effects):
             branches = tuple(guard.with_flag(0, inner, program) for program in inner.programs)
             return branch_of_lane_p.bind(index, active, *rest, branches=branches, roots=tuple(roots.items()))
         return lax.switch(index, [guard.of(program, inner) for program in inner.programs], active, *rest)

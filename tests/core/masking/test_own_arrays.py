@@ -45,6 +45,12 @@ STEPS = {
         [lambda x: x.at[i].set(2.0 * x[i + 1]), lambda x: x, lambda x: x.at[k].set(x[i]).at[i].set(jnp.sin(x[k]))],
         x,
     ),
+    "branch of a lane that makes two of one": lambda i, k, x: lax.select(
+        i % 3 == 0,
+        *lax.cond(
+            (i + k) % 2 == 0, lambda x: (x.at[i].set(x[k]), x.at[k].set(x[i + 1])), lambda x: (x, x.at[i].add(x[k])), x
+        ),
+    ),
     "branch by what is in a row": lambda i, k, x: lx.cond(
         x[i, 0] > 0, lambda x: x.at[i + k].set(jnp.sin(x[i])), lambda x: x, x
     ),
@@ -73,6 +79,7 @@ STEPS = {
 # All of an array is read, or stored for each step; or JAX's derivative of the operation is of all of it. The last is
 # a conditional in which XLA leaves copies of the array from a place to the same place.
 TOUCHES_ALL = {
+    "branch of a lane that makes two of one",
     *("a row and a sum of all", "chosen", "checkpoint", "inner loop that is reversible", "branch by what is in a row"),
     *("multiplied", "largest", "rows"),
 }
