@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.dependence import computed, dependence_rules, jointly_linear
+from loopax._src.core.jaxpr.dependence import computed, dependence_rules
 from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, batch_in_front, fill_axis
 from loopax._src.core.jaxpr.util import written_out
 from loopax._src.core.masking import fill_inactive
@@ -285,4 +285,3 @@ dependence_rules[view_p] = lambda _: [0b11, 0b01]
 # Of the array, one row is computed.
 computed[get_p] = computed[take_out_p] = lambda eqn: eqn.outvars[:1]
 computed[put_p] = computed[add_p] = lambda eqn: eqn.invars[2:3]
-jointly_linear.update((put_p, add_p))

@@ -142,5 +142,3 @@ jaxi.register(
 dependence.dependence_rules[compact_vmap_p] = lambda eqn: list(dependence.dependence(CompactVmap(**eqn.params).program))
 dependence.mixed_operands[compact_vmap_p] = lambda eqn: dependence.mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = lambda eqn, active, operands: guarded(CompactVmap(**eqn.params).program)(active, *operands)
-
-dependence.jointly_linear.add(jaxi.keep_bits_p)

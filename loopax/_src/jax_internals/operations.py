@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core as _core
 from jax._src import custom_batching as _batching
-from jax._src.interpreters import ad as _ad
 from jax.extend.core import ClosedJaxpr, Primitive
 
 from loopax._src.jax_internals.not_yet_made import Form, may_be_updated
@@ -39,22 +38,6 @@ def is_identity(eqn: Any) -> bool:
     if is_cast(eqn):
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     return _is_identity(eqn)
-
-
-_adds_up = one_of(
-    *("add", "add_any", "sub", "concatenate", "stack", "pad", "complex", "select_n"),
-    *("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "custom_lin"),
-)
-
-
-def can_transpose(eqn: Any, linear: Sequence[bool]) -> bool:
-    """Whether JAX can transpose an operation in these of its operands: it has a rule, and this is not a product.
-
-    JAX has two tables of rules, of which one is private.
-    """
-    if eqn.primitive not in _ad.primitive_transposes and eqn.primitive not in _ad.fancy_transposes:
-        return False
-    return _adds_up(eqn) or (sum(linear) == 1 and not (eqn.primitive.name == "div" and linear[1]))
 
 
 def only_shows(primitive: Primitive) -> bool:

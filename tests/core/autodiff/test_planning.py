@@ -7,7 +7,6 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from loopax._src.core.jaxpr.dependence import linear_results
 from tests.support.reference import assert_close
 
 X = 1.3
@@ -54,27 +53,3 @@ def test_loops_without_tangents_in_a_scan(name, lanes):
 
     x = jnp.float64(X) if lanes is None else jnp.linspace(0.2, X, lanes)
     assert_close(gradient(lx.fori_loop)(x), gradient(unrolled)(x))
-
-
-LINEAR = {
-    "sum": lambda t, k: 2 * t - t * k + t / k,
-    "moves": lambda t, k: jnp.concatenate([t[1:], t[:1]]) + jnp.where(k > 0, t, -t),
-    "in jit": jax.jit(lambda t, k: jnp.sin(k) * t),
-    "row of a buffer": lambda t, k: lx.Buffer(3, like=t).append(k * t).append(t),
-    "unused": lambda t, k: jnp.cos(k),
-}
-OTHER = {
-    "ratio": lambda t, k: k / t,
-    "rounded": lambda t, k: jnp.round(t),
-    "integer": lambda t, k: t.astype(jnp.int32),
-    "in jit": jax.jit(lambda t, k: jnp.sin(t) * k),
-    "loop": lambda t, k: lax.fori_loop(0, 3, lambda i, t: 2 * t, t),
-}
-
-
-@pytest.mark.parametrize("program", [*LINEAR.values(), *OTHER.values()], ids=[*LINEAR, *OTHER])
-def test_programs_that_have_a_transpose(program):
-    """Others may have none."""
-    found = linear_results(jax.make_jaxpr(program)(np.ones(3), np.ones(3)).jaxpr, [True, False])
-    assert (found is not None) == (program in LINEAR.values())
-    assert found is None or found[0] == (program is not LINEAR["unused"])

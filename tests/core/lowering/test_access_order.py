@@ -58,6 +58,14 @@ STEPS_OF = {
     "a factor": lambda i, x, a: (x + a[i], a.at[i - 3].multiply(x)),
     "swap": swap,
     "a branch": in_a_branch,
+    "a branch by what is read": lambda i, x, a: (
+        f(x),
+        lax.cond(a[i, 0] > 0, lambda a: a.at[i + 1].set(x * f(a[i])), lambda a: a, a),
+    ),
+    "a branch of loopax": lambda i, x, a: (
+        x * a[i],
+        lx.cond(a[i, 0] > 0, lambda a: a.at[i + 1].set(x * f(a[i])), lambda a: a, a),
+    ),
     "an inner loop of lax": inner(lax.fori_loop),
     "an inner loop": inner(lx.fori_loop),
 }

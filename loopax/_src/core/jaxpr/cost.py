@@ -97,6 +97,7 @@ def _runs_by_itself(eqn: Any) -> float:
 def _operation(eqn: Any) -> float:
     """The cost of an operation that holds no program."""
     results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
+    results = [jaxi.update_of(eqn)] if jaxi.updates(eqn) else results  # the rows that are written
     size = sum(prod(v.aval.shape) for v in results)
     if jaxi.is_product(eqn) or jaxi.is_convolution(eqn):
         product = costs().product if jaxi.is_product(eqn) else costs().convolution

@@ -9,8 +9,6 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-import jax.numpy as jnp
-
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import silent_equation
 from loopax._src.core.jaxpr.util import Mask, either, equations_in, inner_jaxprs, weakly_cached
@@ -291,11 +289,9 @@ def mixed_inputs_of_steps(
 computed: dict[Primitive, Callable[[Any], Sequence[Any]]] = {}
 # Of loops: the limit on their steps, and whether it is loose: perhaps far above the steps that are taken.
 step_limits: dict[Primitive, Callable[[Any], tuple[int | None, bool]]] = {}
-# Linear in all real operands together.
-jointly_linear: set[Primitive] = set()
 
 
-# What programs are said to be: whether they end, are a few elementwise operations, or can be transposed.
+# What programs are said to be: whether they end, or are a few elementwise operations.
 
 _FEW = 40  # equations
 
@@ -307,34 +303,6 @@ def always_ends(jaxpr: ClosedJaxpr) -> bool:
         and all(map(always_ends, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
-
-
-def linear_results(jaxpr: ClosedJaxpr, linear: Sequence[bool]) -> list[bool] | None:
-    """Which results are linear in these inputs; None where an operation on them is not known to be.
-
-    JAX can transpose a program of which this is known.
-    """
-    found = {variable for variable, chosen in zip(jaxpr.invars, linear, strict=True) if chosen}
-
-    def is_linear(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and atom in found
-
-    for eqn in jaxpr.eqns:
-        operands = list(map(is_linear, eqn.invars))
-        if not any(operands):
-            continue
-        if (program := jaxi.inlinable(eqn)) is not None:
-            results = linear_results(program, operands)
-            if results is None:
-                return None
-            found.update(out for out, chosen in zip(eqn.outvars, results, strict=True) if chosen)
-        elif eqn.primitive in jointly_linear or (jaxi.can_transpose(eqn, operands) and not any(inner_jaxprs(eqn))):
-            found.update(eqn.outvars)
-        else:
-            return None
-    # A bool or an integer has no tangent.
-    is_real = all(jnp.issubdtype(variable.aval.dtype, jnp.inexact) for variable in found)
-    return list(map(is_linear, jaxpr.outvars)) if is_real else None
 
 
 def is_arithmetic(jaxpr: ClosedJaxpr) -> bool:
