@@ -6,6 +6,8 @@ others. It knows no order of operations but that of their operands. So a write i
     Before: y = scatter(x, i, rows);  r = gather(x, j)
     After:  r = gather(x, [j, j])[0];  y = scatter(x, i if r is there, rows)
 
+A branch or a loop in the body that writes rows counts as a write, and waits in the same way.
+
 And of a single block XLA computes the read again in each operation that uses it, which may be after the write. So
 two are read where one is needed.
 """
