@@ -427,12 +427,10 @@ def test_a_trajectory_in_the_carry():
     for program in (of_rows_in_jax, partial(of_rows, under_a_constant_condition)):
         ((name, line),) = warned(program, ONES)
         assert (name, line.endswith("# written")) == ("trajectory-in-carry", True)
-    mapped_rows = jax.vmap(lambda x, n: of_rows(by_index, x, n))
-    mapped_rows_read = jax.vmap(lambda x, n: of_rows(with_rows_read, x, n))
-    assert [name for name, _ in warned(mapped_rows, jnp.ones((4, 8)), jnp.arange(4))] == ["trajectory-in-carry"]
-    assert [name for name, _ in warned(mapped_rows_read, jnp.ones((4, 8)), jnp.arange(4))] == ["rows-written-in-carry"]
     for step in (by_index, by_slices, with_rows_read):
+        mapped = jax.vmap(lambda x, n: of_rows(step, x, n))  # noqa: B023
         assert not warned(partial(of_rows, step), ONES)
+        assert not warned(mapped, jnp.ones((4, 8)), jnp.arange(4, dtype=jnp.int32))
     assert not warned(of_rows_without_a_bound, ONES)  # no version is stored, for none is read
     line = "return x, rows.at[i].set(x)  # written"
     assert warned(of_rows_read_without_a_bound, ONES) == [("rows-written-in-carry", line)]
