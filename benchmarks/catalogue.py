@@ -24,6 +24,7 @@ from benchmarks import (
     stochtrace_intervals,
     storeless,
     streams,
+    transformed_rows,
     truncated,
     ways,
 )
@@ -53,6 +54,7 @@ WITH_TABLES = (
     evaluations,
     everyday,
     reads,
+    transformed_rows,
     stochtrace,
     stochtrace_errors,
     stochtrace_intervals,

@@ -138,8 +138,8 @@ def versions_of_inputs(program: ClosedJaxpr) -> list[int | None]:
     return [value.root if value and value.is_version else None for value in found]
 
 
-def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Mask, Mask]:
-    """Which inputs of the body of a batch finished lanes keep as their own, and which leaves of the carry are theirs.
+def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Mask, list[int]]:
+    """Which inputs of the body of a batch finished lanes keep as their own, and which outputs are then left to them.
 
     The body is (row, *consts, *carry, *x) -> (*carry, *y); `mapped` says which inputs the `lanes` have of their own.
     """
@@ -153,7 +153,7 @@ def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Ma
     inner = Inner([body], _alike(range(carry.stop)), _alike(range(len(carry))), {i: k for k, i in enumerate(carry)})
     chosen = zip(have_lanes, either(pays, are_buffers), strict=True)
     own, _ = inner.settled({i for i, (has_lanes, is_worth) in enumerate(chosen) if has_lanes and is_worth})
-    return tuple(i in own for i in range(len(have_lanes))), tuple(i in own for i in carry)
+    return tuple(i in own for i in range(len(have_lanes))), [k for k, i in enumerate(carry) if i in own]
 
 
 class Walk(NamedTuple):

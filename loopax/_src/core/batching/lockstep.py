@@ -30,7 +30,6 @@ from loopax._src.core.jaxpr.util import (
     flatten,
     map_leaves,
     refuse_collectives,
-    select,
     split_list,
     stacked,
     trace,
@@ -84,8 +83,7 @@ def step_lanes(
     """
     consts, carry, xs = inputs
     body = summing_in_place(body, 1 + len(consts))
-    own, in_place = kept_by_lanes(body, axis.size, mapped)
-    left = [k for k, is_in_place in enumerate(in_place) if is_in_place]
+    own, left = kept_by_lanes(body, axis.size, mapped)
     function = lane_function(body, flatten(mapped), axis.arguments, own, left, when)
     # What other lanes see of a lane is its own: the key from which JAX draws for all (`core/jaxpr/dependence.py`).
     is_own = either(own, mixed_inputs(body))[1:]
@@ -97,9 +95,9 @@ def step_lanes(
         operands = fill_inactive(active, [*carry, *xs], [*filled.carry, *filled.xs], when)
         new_carry, ys = split_list(function(active, row, *consts, *operands), [len(carry)])
         # Before: results of that lane are an active one's -> After: its old carry, and zeros
-        leaves = zip(in_place, new_carry, carry, strict=True)
+        leaves = enumerate(zip(new_carry, carry, strict=True))
         return [
-            *(new if is_in_place else pick(active, new, old) for is_in_place, new, old in leaves),
+            *(new if k in left else pick(active, new, old) for k, (new, old) in leaves),
             *(pick(active, y, jaxi.zero(y.dtype)) for y in ys),
         ]
 
@@ -128,12 +126,10 @@ def step_of_all(body: ClosedJaxpr, axis: Axis, mapped: LoopInputs, outputs: Sequ
     """
     plain = uniform_body(body, axis, flatten(mapped), outputs)
     body = summing_in_place(body, 1 + len(mapped.consts))
-    own, in_place = kept_by_lanes(body, axis.size, mapped)
+    own, left = kept_by_lanes(body, axis.size, mapped)
     chosen = {eqn.outvars[0].aval for eqn in equations_in(plain) if jaxi.is_select(eqn)}
-    leaves = plain.out_avals[: len(in_place)]
-    if acts(body) or chosen.isdisjoint(select(in_place, leaves)):
+    if acts(body) or chosen.isdisjoint(plain.out_avals[k] for k in left):
         return plain
-    left = [k for k, is_in_place in enumerate(in_place) if is_in_place]
     in_axes, out_axes = (0, None, *axes_of(flatten(mapped))), axes_of(outputs)
     function = jax.vmap(guarded(body, own, left), in_axes=in_axes, out_axes=out_axes, **axis.arguments)
     return trace(lambda *inputs: function(jnp.ones(axis.size, bool), *inputs), plain.in_avals)
