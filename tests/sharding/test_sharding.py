@@ -181,6 +181,16 @@ OWN_STEPS = {
     "scan": lambda x, **options: lx.scan(
         lambda c, r: (c * r * x, c), x, jnp.linspace(0.5, 1.5, 9), (x * 4).astype(int), reverse=True, **options
     ),
+    "rows": lambda x, **options: lx.fori_loop(
+        0, (x * 4).astype(int), lambda i, c: c.at[i + 1].set(jnp.sin(c[i]) * x), jnp.linspace(x, 2.0, 300), **options
+    ),
+    "rows in a branch": lambda x, **options: lx.fori_loop(
+        0,
+        3,
+        lambda i, c: jax.lax.cond(x > 0.3 * i, lambda c: c.at[i + 1].set(jnp.sin(c[i]) * x), lambda c: c, c),
+        jnp.linspace(x, 2.0, 300),
+        **options,
+    ),
     "nested": lambda x, **options: lx.while_loop(
         lambda c: c < 2.0, lambda c: lx.while_loop(lambda d: d < c + 0.3, lambda d: d * 1.2, c), x, **options
     ),

@@ -125,6 +125,8 @@ def step_of_all(body: ClosedJaxpr, axis: Axis, mapped: LoopInputs, outputs: Sequ
     writes rows, these are written where the branch is taken: as if other lanes had finished.
     """
     plain = uniform_body(body, axis, flatten(mapped), outputs)
+    if axis.mesh_axis is not None:  # JAX asks for types of its own there
+        return plain
     body = summing_in_place(body, 1 + len(mapped.consts))
     own, left = kept_by_lanes(body, axis.size, mapped)
     chosen = {eqn.outvars[0].aval for eqn in equations_in(plain) if jaxi.is_select(eqn)}
