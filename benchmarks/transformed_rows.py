@@ -38,7 +38,8 @@ def losses() -> dict[str, Loss]:
 
     def of_write(write: Any, arrays: Any, first: Array, length: Array, bound: int) -> Array:
         step = lambda i, xs: write(i % 10 + first, xs)
-        return lx.fori_loop(0, length, step, arrays[0], max_steps=bound).sum() + 0 * arrays[1].sum()
+        last = lx.fori_loop(0, bound if length is None else length, step, arrays[0], max_steps=bound)
+        return last.sum() + 0 * arrays[1].sum()
 
     reads = {f"read: {name}": partial(of_read, read) for name, read in READS.items() if name != "a table"}
     steps = {**WRITES, **BRANCHES}
