@@ -114,16 +114,24 @@ def energy(f):
     return lambda x, *args: jnp.sum(jnp.exp(0.5 * f(x, *args)))
 
 
+# Each loop, kind and way of lanes beside each other one, once.
 FAST = {
     ("by number", "auto", "lockstep"),
     ("by predicate", "checkpointed", "lockstep"),
     ("by number", "auto", "compact"),
 }
 WAYS = [
-    pytest.param(loop, kind, lanes, marks=[] if (loop, kind, lanes) in FAST else pytest.mark.slow)
-    for loop in LOOPS
-    for kind in ("auto", "checkpointed", "residuals")
-    for lanes in ("lockstep", "compact")
+    *sorted(FAST),
+    *(
+        pytest.param(*way, marks=pytest.mark.slow)
+        for way in (
+            ("by number", "residuals", "lockstep"),
+            ("from a start", "auto", "lockstep"),
+            ("from a start", "checkpointed", "compact"),
+            ("by predicate", "residuals", "compact"),
+            ("by predicate", "auto", "lockstep"),
+        )
+    ),
 ]
 
 
