@@ -196,16 +196,18 @@ def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: 
     if isinstance(how, Free):
         raise ValueError(f'{name}(lanes="free"): free lanes are for a loop with a loop in its body. Use "compact".')
     branches, operands = _with_references(branches, operands)
-    traced = _traced(name, branches, operands)
-    spec, avals, given = _common_results(name, traced, operands)
+    given_arrays, operand_spec = pack(freeze(operands))
+    traced = _traced(name, branches, given_arrays, operand_spec)
+    inputs = {branch: [*found.closed_over, *given_arrays] for branch, found in traced.items()}
+    spec, avals, given = _common_results(name, traced, inputs)
     # An array that every branch returns as it was given is known without a branch: lanes go on sharing it.
     is_given = [x is not _COMPUTED for x in given]
     computed = reject(is_given, avals)
     options = Options(name, Auto() if how == Lockstep() else Bounded(), how)
-    starts = _starts(traced, avals, is_given, operands)
-    pairs = zip(reject(is_given, starts), computed, strict=True)
-    result = [jaxi.zeros(aval) if x is None else x for x, aval in pairs]
-    at = {id(x): k for k, x in enumerate(reject(is_given, starts)) if x is not None}
+    has_objects = any(map(is_object, jax.tree.leaves(operands, is_leaf=is_object)))
+    starts = [None] * len(computed) if has_objects else reject(is_given, _starts(traced, avals, is_given, inputs))
+    result = [jaxi.zeros(aval) if x is None else x for x, aval in zip(starts, computed, strict=True)]
+    at = {id(x): k for k, x in enumerate(starts) if x is not None}
     used_keys = []
 
     def call(
@@ -214,7 +216,7 @@ def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: 
         del row, extras, x
         operands, result = carry
         if at:
-            pairs = zip(_inputs(traced[branch], operands), begins, strict=True)
+            pairs = zip([*traced[branch].closed_over, *pack(operands)[0]], begins, strict=True)
             arrays = jaxpr_as_fun(traced[branch].program)(*(x if k is None else result[k] for x, k in pairs))
         else:
             arrays, _ = pack(without_flags(freeze(call_user(f"{branch} of {name}", function, [], *operands))))
@@ -224,13 +226,9 @@ def _run_one(name: str, branches: Functions, is_taken: Sequence[Any], operands: 
     for (branch, function), taken in zip(branches.items(), is_taken, strict=True):
         # A loop of one step, or of none, whose carry are the operands and the result so far. Which arrays it computes,
         # and which of its inputs these begin as, depends on the other branches, too.
-        begins = tuple(at.get(id(x)) for x in _inputs(traced[branch], operands)) if at else ()
-        where, called, body = (
-            f"{branch} of {name}",
-            Called(name, (function,), ()),
-            partial(call, branch, function, begins),
-        )
-        step = Step(body, where, called, (name, tuple(is_given), begins), once=True)
+        begins = tuple(at.get(id(x)) for x in inputs[branch]) if at else ()
+        body, called = partial(call, branch, function, begins), Called(name, (function,), ())
+        step = Step(body, f"{branch} of {name}", called, (name, tuple(is_given), begins), once=True)
         extent = Extent(0, taken.astype(jnp.int32), 1, fixed=False)
         done = UserLoop(step, options, extent, [], (operands, result), branch=branch, used_keys=used_keys).run()
         _, result = done.hand_over(settle(done.carry, done.checks))
@@ -275,9 +273,8 @@ class _TracedBranch(NamedTuple):
         return self.spec.treedef.unflatten(x.aval if isinstance(x, Dynamic) else x.value for x in self.spec.leaves)
 
 
-def _traced(name: str, branches: Functions, operands: tuple[Any, ...]) -> dict[str, _TracedBranch]:
+def _traced(name: str, branches: Functions, arrays: Sequence[Any], spec: Spec) -> dict[str, _TracedBranch]:
     """What each branch returns for operands of these types."""
-    arrays, spec = pack(freeze(operands))
     return {
         branch: traced_once(
             (function,), ("branch", spec), partial(_trace, f"{branch} of {name}", name, function, spec, arrays)
@@ -286,41 +283,37 @@ def _traced(name: str, branches: Functions, operands: tuple[Any, ...]) -> dict[s
     }
 
 
-def _inputs(branch: _TracedBranch, operands: tuple[Any, ...]) -> list[Any]:
-    """Those of its program."""
-    return [*branch.closed_over, *pack(operands)[0]]
-
-
 def _starts(
-    branches: Mapping[str, _TracedBranch], avals: Sequence[Any], is_given: Sequence[bool], operands: tuple[Any, ...]
+    branches: Mapping[str, _TracedBranch],
+    avals: Sequence[Any],
+    is_given: Sequence[bool],
+    inputs: Mapping[str, list[Any]],
 ) -> list[Any]:
     """For each array that is computed, the one of which all branches write rows to make it; None: there is none.
 
     The result begins as this array. The branch that is taken finds it there, and changes it in place.
     """
-    has_objects = any(map(is_object, jax.tree.leaves(operands, is_leaf=is_object)))
-    if has_objects or not all(branch.is_pure for branch in branches.values()):
+    if not all(branch.is_pure for branch in branches.values()):
         return [None] * len(avals)
-    inputs = [_inputs(branch, operands) for branch in branches.values()]
     starts: list[Any] = []
     columns = zip(*(branch.versions for branch in branches.values()), strict=True)
     for aval, is_other, places in zip(avals, is_given, columns, strict=True):
-        x, *others = (None if i is None else given[i] for i, given in zip(places, inputs, strict=True))
+        x, *others = (None if i is None else given[i] for i, given in zip(places, inputs.values(), strict=True))
         fits = x is not None and jax.typeof(x) == aval and not (is_other or aval.weak_type)
         starts.append(x if fits and all(y is x for y in others) and all(y is not x for y in starts) else None)
     return starts
 
 
 def _common_results(
-    name: str, branches: Mapping[str, _TracedBranch], operands: tuple[Any, ...]
+    name: str, branches: Mapping[str, _TracedBranch], inputs: Mapping[str, list[Any]]
 ) -> tuple[Spec, list[Any], list[Any]]:
     """The types that all branches return for these operands, as a pytree and as arrays.
 
     For each array, the one that all branches return as it is; `_COMPUTED`: there is none.
     """
-    (arrays, _), traced = pack(freeze(operands)), list(branches.values())
+    traced = list(branches.values())
     results = [
-        [_COMPUTED if i is None else [*branch.closed_over, *arrays][i] for i in branch.places] for branch in traced
+        [_COMPUTED if i is None else inputs[name][i] for i in branch.places] for name, branch in branches.items()
     ]
     first, avals, given = traced[0], traced[0].spec.avals, results[0]
     own_name, *others = branches
