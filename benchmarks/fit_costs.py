@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import cost_programs
 from benchmarks.auto import Choices
-from loopax._src.settings import Costs, Settings, in_use
+from loopax._src.settings import Costs, Settings, context
 
 # Where the search starts: what programs of one operation take.
 START = Costs(0.2, 0.4, 0.6, 0.15, 0.01, 0.08, 0.18, 0.5, 3.3, 60.0, 300.0)
@@ -32,13 +32,13 @@ class Choice(NamedTuple):
 
 def choices_of(program: cost_programs.Program) -> list[Choice]:
     """One for each budget with more than one kind."""
-    in_use.set_global(Settings(costs=START))
+    context().set_global(Settings(costs=START))
     choices = Choices(program)
     kinds, times = choices.kinds, choices.milliseconds()
     measured = np.array([times[kind] for kind in kinds])
 
     def costs_with(constants: Costs) -> np.ndarray:
-        in_use.set_global(Settings(costs=constants))
+        context().set_global(Settings(costs=constants))
         jax.clear_caches()
         loop = Choices(program).loop
         steps = (loop.bound or 0) * 1e-6
@@ -47,7 +47,7 @@ def choices_of(program: cost_programs.Program) -> list[Choice]:
     at_start = costs_with(START)
     larger = [START._replace(**{name: 1.5 * value}) for name, value in START._asdict().items()]
     slopes = np.stack([(costs_with(c) - at_start) / (0.5 * v) for c, v in zip(larger, START, strict=True)], axis=1)
-    in_use.set_global(Settings(costs=START))
+    context().set_global(Settings(costs=START))
     groups = [[kinds.index(kind) for kind in choices.within(budget)] for budget in choices.budgets]
     rest = at_start - slopes @ np.array(START)
     return [Choice(measured[group], slopes[group], rest[group]) for group in groups if len(group) > 1]

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from loopax._src import settings
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int
-from loopax._src.settings import Costs, in_use
+from loopax._src.settings import Costs
 
 VARIABLE = "LOOPAX_CALIBRATION"
 _AGAIN = "Write it again: python -m loopax calibrate FILE."
@@ -64,19 +65,19 @@ class configure:  # noqa: N801 - called as a function
 
     @api_boundary
     def __init__(self, *, memory: int = _AS_IT_IS, calibration: str | os.PathLike[str] | None = _AS_IT_IS) -> None:
-        self._before, self._settings = in_use.get_global(), in_use.value
+        self._before, self._settings = settings.context().get_global(), settings.context().value
         if memory is not _AS_IT_IS:
             self._settings = self._settings._replace(
                 memory=positive_int("configure(memory=...)", memory, "bytes", _MEMORY)
             )
         if calibration is not _AS_IT_IS:
             self._settings = self._settings._replace(costs=Costs() if calibration is None else read(calibration))
-        in_use.set_global(self._settings)
+        settings.context().set_global(self._settings)
 
     def __enter__(self) -> None:
         """Set for this thread alone, until the end of the block."""
-        in_use.set_global(self._before)
-        self._context = in_use(self._settings)
+        settings.context().set_global(self._before)
+        self._context = settings.context()(self._settings)
         self._context.__enter__()
 
     def __exit__(
@@ -90,7 +91,7 @@ def use_environment() -> None:
     """Use the file that the environment names."""
     if file := os.environ.get(VARIABLE):
         try:
-            in_use.set_global(in_use.get_global()._replace(costs=read(file)))
+            settings.default = settings.default._replace(costs=read(file))
         except (OSError, ValueError) as error:
             error.add_note(f"The file is named by the variable {VARIABLE} of the environment.")
             raise

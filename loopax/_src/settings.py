@@ -3,7 +3,8 @@
 Settings are a part of the key of each trace and of each cache here, so what is traced later follows them.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 
@@ -49,13 +50,23 @@ class Settings(NamedTuple):
     costs: Costs = Costs()
 
 
-# JAX compiles a function again under other settings.
-in_use = jax.make_user_context(Settings())
+# What holds from the start: `loopax._src.configuration` replaces it by what the environment says.
+default = Settings()
+
+
+@cache
+def context() -> Any:
+    """What JAX knows of the settings: it compiles a function again under others.
+
+    It is made when a program sets something. A new context is itself another setting, and loopax may be imported while
+    a function is traced: the function would be compiled again when it is called again.
+    """
+    return jax.make_user_context(default)
 
 
 def settings() -> Settings:
     """The settings that are in use here."""
-    return in_use.value
+    return context().value if context.cache_info().currsize else default
 
 
 def costs() -> Costs:

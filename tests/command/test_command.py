@@ -19,7 +19,7 @@ from loopax.__main__ import SUBCOMMANDS, main
 from loopax._command import calibrate as probes
 from loopax._command import demo as volley
 from loopax._command.table import show_table
-from loopax._src import configuration
+from loopax._src import configuration, settings
 from loopax._src.settings import DEFAULT_MEMORY, Costs, costs
 from tests.support.example_files import precision_of_a_user
 
@@ -279,13 +279,26 @@ def test_other_files_are_refused(tmp_path, text, words):
 
 
 def test_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "default", settings.default)
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(written(tmp_path, call=7.0)))
     configuration.use_environment()
-    assert costs().call == 7.0
+    assert settings.default.costs.call == 7.0
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(tmp_path / "other.json"))
     with pytest.raises(FileNotFoundError) as found:
         configuration.use_environment()
     assert "LOOPAX_CALIBRATION" in found.value.__notes__[0]
+
+
+@pytest.mark.slow  # a process of its own
+def test_the_first_program_is_compiled_once():
+    program = """
+import jax, loopax as lx
+f = jax.jit(lambda x: lx.fori_loop(0, 3, lambda i, x: 2 * x, x))  # loopax is imported when it is traced
+f(1.0), f(1.0)
+print(f._cache_size())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1"
 
 
 @pytest.mark.slow  # a process of its own
