@@ -138,6 +138,15 @@ def versions_of_inputs(program: ClosedJaxpr) -> list[int | None]:
     return [value.root if value and value.is_version else None for value in found]
 
 
+@weakly_cached
+def read_in_part(program: ClosedJaxpr) -> Mask:
+    """Which large inputs are touched by nothing but reads of parts."""
+    large = tuple(map(is_large, program.in_avals))
+    found = own_values(program, large)
+    strays = found.strays | {value.root for value in found.outputs if value and value.is_version}
+    return tuple(flag and i not in strays for i, flag in enumerate(large))
+
+
 def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Mask, list[int]]:
     """Which inputs of the body of a batch finished lanes keep as their own, and which outputs are then left to them.
 

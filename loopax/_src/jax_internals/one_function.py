@@ -7,6 +7,7 @@ is neither arithmetic nor a move of numbers does not compile. The marks are XLA'
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -42,17 +43,17 @@ _moves = one_of(
 )
 _keeps_array = one_of("reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "split", "unstack")
 
-_meanings: dict[Primitive, Any] = {}  # of our own primitives, as compiled functions
+_meanings: dict[Primitive, Callable[..., Any]] = {}  # of our own primitives, as functions of JAX
 
 
 def lowering(
-    primitive: Primitive, meaning: Callable[..., Any], traced: Any, has_unused: Callable[..., bool] | None
+    primitive: Primitive, meaning: Callable[..., Any], has_unused: Callable[..., bool] | None
 ) -> Callable[..., Any]:
-    """The rule by which an equation is compiled as what it means; `traced` is the meaning under `jax.jit`.
+    """The rule by which an equation is compiled as what it means.
 
     `has_unused(**params)`: there may be results that nobody uses, which XLA drops of a loop, and not of a function.
     """
-    _meanings[primitive] = traced
+    _meanings[primitive] = meaning
     plain = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -72,7 +73,7 @@ def _is_told(ctx: Any) -> bool:
 
 
 def _meaning(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> ClosedJaxpr:
-    return _meanings[primitive].trace(*avals, **params).jaxpr
+    return jax.make_jaxpr(partial(_meanings[primitive], **params))(*avals)  # `jax.jit` would keep the parameters alive
 
 
 def _with_functions(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -178,6 +178,9 @@ def register(
     # other operands as they are.
     linear_in: LinearIn | None = None,
     transpose: Rule = None,  # (cotangents, *operands, **p) -> theirs, None for what is no `UndefinedPrimal`
+    # (*operands, **p) -> numbers of the operands to whose cotangents `transpose` adds in place. As `begun=` it is then
+    # given, by these numbers, cotangents that there are already, and gives the sums in the place of what is added.
+    adds_in_place: Rule = None,
     partial_eval: Rule = None,  # (trace, *tracers, **p) -> results: runs what is known, leaves the rest
     # How `jax.checkpoint` divides it: (saveable, unknown, instantiated, eqn) -> (known equation, later equation,
     # unknown results, instantiated results, operands to store).
@@ -205,7 +208,7 @@ def register(
                 return (in_python if is_python else run)(*arguments, **params)
 
         impl = unchecked
-        lower = one_function.lowering(primitive, meaning, traced, has_unused)
+        lower = one_function.lowering(primitive, meaning, has_unused)
         lowering = partial(lowering, lower) if lowering else lower
         abstract_eval = abstract_eval or partial(_types_of, primitive, meaning)
     if linear_in is not None:
@@ -225,6 +228,7 @@ def register(
         (ad.primitive_jvps, jvp),
         (_ad.primitive_linearizations, partial(_linearize, linearize) if linearize else by_jvp),
         (ad.primitive_transposes, transpose),
+        (_ad.fancy_transposes, adds_in_place and partial(_transpose_in_place, transpose, adds_in_place)),
         (pe.custom_partial_eval_rules, partial_eval),
         (pe.partial_eval_jaxpr_custom_rules, partial_eval_custom),
         (_remat.rules, partial(_rematerialize, primitive, rematerialize or primitive.bind)),
@@ -258,6 +262,46 @@ def _check_types(rule: Rule, primitive: Primitive, _: Any, /, *atoms: Any, **par
     except Exception as error:
         raise JaxprTypeError(f"{primitive}: no operands of types ({in_words(avals)}): {error}") from error
     return found if primitive.multiple_results else [found], effects
+
+
+# A cotangent that is large, and to which an equation adds a little, is handed to the equation.
+#
+# JAX collects the cotangents of a value from all equations that read it, and adds them. Each would be an array of zeros
+# with a few rows in it. The collections, `GradAccum`, are not public.
+
+
+def _transpose_in_place(
+    rule: Any, adds: Callable[..., Any], cts: Sequence[Any], *operands: Any, **params: Any
+) -> None:
+    """A transpose as JAX calls it with collections of cotangents in the place of operands that have no value."""
+    is_collected = [isinstance(x, _ad.GradAccum) for x in operands]
+    given = [ad.UndefinedPrimal(x.aval) if flag else x for flag, x in zip(is_collected, operands, strict=True)]
+    places = [i for i in adds(*given, **params) if is_collected[i] and not any(operands[i] is x for x in operands[:i])]
+    begun = {i: value for i in places if (value := _collected(operands[i])) is not None}
+    if all(isinstance(ct, ad.Zero) for ct in cts):
+        return
+    found = rule(cts, *given, begun=begun, **params)
+    for i in begun:
+        _collect_anew(operands[i], found[i])
+    for i, (x, ct) in enumerate(zip(operands, found, strict=True)):
+        if is_collected[i] and i not in begun:
+            x.accum(ct)
+
+
+def _collected(x: Any) -> Any:
+    """What there is already of a cotangent; None: nothing, or it is of another type."""
+    if isinstance(x, _ad.ValAccum):
+        value = x.val
+    else:
+        value = x.ref[...] if isinstance(x, _ad.RefAccum) and x.ref is not None else None
+    return None if value is None or isinstance(value, ad.Zero) or jax.typeof(value) != x.aval else value
+
+
+def _collect_anew(x: Any, value: Any) -> None:
+    if isinstance(x, _ad.ValAccum):
+        x.val = value
+    else:
+        x.ref[...] = value
 
 
 def _linearize(rule: Callable[..., Any], _: bool, nonzero: Sequence[bool], *operands: Any, **p: Any) -> Any:

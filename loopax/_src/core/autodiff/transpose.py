@@ -5,8 +5,9 @@ which a reverse sweep recomputes from `saved`. It needs none if the recurrence i
 as rows of xs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import and_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +43,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
     written_out,
 )
+from loopax._src.core.own_arrays import read_in_part
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 
 # Leaves of a carry that get no cotangent, such as a sum that nobody reads: the transposed loop does without them.
@@ -157,8 +159,13 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
     return trace(step, [linear.body.in_avals[0], *flatten(avals)])
 
 
-def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOperands, avals: LoopInputs) -> LoopInputs:
-    """Cotangents of the linear inputs, whose types are `avals`, from those of the linear carry and of ys."""
+def transpose_linear_loop(
+    cts: LoopOutputs, linear: LinearLoop, given: LinearOperands, avals: LoopInputs, begun: Sequence[Any] | None = None
+) -> LoopInputs:
+    """Cotangents of the linear inputs, whose types are `avals`, from those of the linear carry and of ys.
+
+    Those of consts begin with `begun`, or with zeros.
+    """
     if error := linear.plan.error:
         raise error
     nonzero_carry, nonzero_ys = map_leaves(lambda ct: not isinstance(ct, ad.Zero), cts)
@@ -166,10 +173,10 @@ def transpose_linear_loop(cts: LoopOutputs, linear: LinearLoop, given: LinearOpe
     if not all(kept):
         keep = map_leaves(lambda _: True, avals)._replace(carry=kept)  # of the linear inputs
         cts = select_each(LoopOutputs(kept, [True] * len(cts.ys)), cts)
-        found = transpose_linear_loop(cts, without_others(linear, kept), given, select_each(keep, avals))
+        found = transpose_linear_loop(cts, without_others(linear, kept), given, select_each(keep, avals), begun)
         return merge_each(keep, map_leaves(ad.Zero, reject_each(keep, avals)), found)
     step = transposed_step(linear, nonzero_ys)
-    start = [*map(written_out, cts.carry), *map(jaxi.zeros, avals.consts)]
+    start = [*map(written_out, cts.carry), *(begun or map(jaxi.zeros, avals.consts))]
     known, low, high = given.known, given.low, given.high
     xs = [*known.xs, *select(nonzero_ys, cts.ys)]
     if known.carry:
@@ -204,7 +211,9 @@ def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:
     )
 
 
-def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
+def _transpose(
+    cts: Sequence[Any], *flat: Any, begun: Mapping[int, Any] = MappingProxyType({}), **params: Any
+) -> list[Any]:
     """Run the loop backward: cotangents of the linear inputs from those of the linear carry and of the ys.
 
     Operands are `low, high, *known consts, *known init, *saved, checkpoint_rows, *known xs, *linear consts, *linear
@@ -225,8 +234,18 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     # the carry. An outer loop may have instantiated the symbolic zeros, so they are dropped, not asserted.
     num_saved = len(cts) - sum(map(len, linear.output_avals))
     linear_cts = unflatten(linear.output_avals, cts[: len(cts) - num_saved])
-    found = transpose_linear_loop(linear_cts, linear, given, avals)
+    numbers = LinearOperands.of(linear, range(len(flat))).linear.consts
+    starts = [begun[i] if i in begun else jaxi.zeros(aval) for i, aval in zip(numbers, avals.consts, strict=True)]
+    found = transpose_linear_loop(linear_cts, linear, given, avals, starts)
     return cotangents_of_linear(flat, given.linear, found)
+
+
+def _read_in_part(*operands: Any, **params: Any) -> list[int]:
+    """Of the operands, the linear consts of which a step reads a part alone."""
+    linear = LinearLoop(**params)
+    consts = range(1, 1 + len(linear.linear_consts))
+    mask = select(linear.linear_consts, read_in_part(linear.body)[consts.start : consts.stop])
+    return select(mask, LinearOperands.of(linear, range(len(operands))).linear.consts)
 
 
 def cotangents_of_linear(flat: Sequence[Any], linear: Groups, cts: Groups) -> list[Any]:
@@ -249,6 +268,7 @@ jaxi.register(
     expected=linear_expected,
     jvp=jvp_expanded(whole_loop),
     transpose=_transpose,
+    adds_in_place=_read_in_part,
     batch=batch_if_mapped(linear_loop_p, batch_expanded(whole_loop)),
 )
 step_limits[linear_loop_p] = lambda eqn: (LinearLoop(**eqn.params).bound, False)
