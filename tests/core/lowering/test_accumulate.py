@@ -1,5 +1,7 @@
 """A step adds to the cotangents of what it reads in place: to the elements that it reads, and to no others."""
 
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.util import equations_in
+from tests.support.compiled import temporary_of, whole_arrays_in_loops
 from tests.support.reference import assert_close
 
 ROWS, WIDTH, STEPS = 160, 2, 6
@@ -206,3 +209,78 @@ def test_an_inner_loop_adds_to_the_sum_of_two_leaves(loop: Any) -> None:
     for i in range(STEPS):
         expected = body(i, expected)
     assert_close(lx.fori_loop(0, STEPS, body, start), expected, 1e-12)
+
+
+# Loops that read the same array, one after another: each adds to the cotangent that the others have begun.
+
+
+def several(read: Any, loop: Any) -> Any:
+    """Three loops; the last one begins with the table itself, too."""
+
+    def of(x: Any, y: Any, start: Any) -> Any:
+        step = lambda first: lambda i, c: jnp.sin(c) + 0.3 * read(c, jnp.int32(i + first), x, y)
+        c = loop(0, 2, step(1), loop(0, 3, step(0), start))
+        last, c = loop(0, 2, lambda i, both: (both[0].at[i].add(c), step(2)(i, both[1])), (x, c))
+        return jnp.sum(c * jnp.array([1.0, -2.0])) + (last**2).sum()
+
+    return of
+
+
+def in_python(low: int, high: int, body: Any, c: Any) -> Any:
+    """`fori_loop` of numbers that are known."""
+    for i in range(low, high):
+        c = body(jnp.int32(i), c)
+    return c
+
+
+@pytest.mark.parametrize("name", slow_but("two rows", of=NESTED))
+def test_loops_that_read_the_same_arrays(name: str) -> None:
+    f, reference = several(READS[name], lx.fori_loop), several(READS[name], in_python)
+    starts, operands = jnp.arange(6.0).reshape(3, 2) / 6, (TABLE, OTHER, START)
+    of_all, rows = (0, 1, 2), lambda f: lambda *xs: sum((x[:9] ** 2).sum() for x in jax.grad(f, of_all)(*xs))
+    for way in (
+        lambda f: jax.grad(f, of_all)(*operands),
+        lambda f: jax.grad(jax.checkpoint(f), of_all)(*operands),
+        lambda f: jax.vmap(jax.grad(f, of_all), (None, None, 0))(TABLE, OTHER, starts),
+        lambda f: jax.grad(lambda *xs: jax.vmap(f, (None, None, 0))(*xs, starts).sum(), (0, 1))(TABLE, OTHER),
+        lambda f: jax.jvp(jax.grad(f, of_all), operands, jax.tree.map(jnp.cos, operands)),
+        lambda f: jax.grad(rows(f), of_all)(*operands),
+    ):
+        assert_close(jax.jit(partial(way, f))(), jax.jit(partial(way, reference))())
+
+
+def test_loops_make_one_cotangent_of_a_table_together() -> None:
+    def f(x: Any, c: Any) -> Any:
+        for first in range(8):
+            c = lx.fori_loop(0, 3, lambda i, c, first=first: jnp.sin(c * x[first + i]), c)
+        return c.sum()
+
+    table = jnp.ones((40_000, WIDTH))
+    assert temporary_of(jax.grad(f), table, START) < table.nbytes / 10
+
+
+def test_branches_that_read_rows_of_a_stack() -> None:
+    """Experts, one for each lane: all add to one cotangent of the weights."""
+    stack, routes, xs = jnp.sin(jnp.arange(4.0 * 256)).reshape(4, 16, 16), jnp.arange(12) % 3, jnp.ones((12, 16))
+    branches = [lambda x, w, k=k: jnp.tanh(w[k] @ x) for k in range(4)]
+
+    def loss(w: Any, lanes: str) -> Any:
+        return (jax.vmap(lambda k, x: lx.switch(k, branches, x, w, lanes=lanes))(routes, xs) ** 2).sum()
+
+    expected = jax.grad(lambda w: (jnp.tanh(jnp.einsum("nij,nj->ni", w[routes], xs)) ** 2).sum())(stack)
+    for lanes in ("lockstep", "compact"):
+        gradient = jax.jit(jax.grad(partial(loss, lanes=lanes)))
+        assert_close(gradient(stack), expected)
+    program = gradient.lower(jnp.ones((64, 16, 16))).compile().as_text()
+    assert len(re.findall(r"= f\w+\[64,16,16\]\S* (?:broadcast|add|copy)\(", program)) <= 1
+
+
+def test_a_loop_of_jax_adds_in_place_what_a_loop_in_it_reads() -> None:
+    def f(x: Any, c: Any, outer: Any, inner: Any) -> Any:
+        step = lambda c, i: (inner(0, 3, lambda j, c: jnp.sin(c * x[i + j] + x[2 * i]), c), None)
+        return outer(step, c, jnp.arange(STEPS, dtype=jnp.int32))[0].sum()
+
+    gradient = lambda x, c: jax.grad(partial(f, outer=lax.scan, inner=lx.fori_loop), (0, 1))(x, c)
+    assert_close(gradient(TABLE, START), jax.grad(partial(f, outer=lax.scan, inner=in_python), (0, 1))(TABLE, START))
+    program = jax.jit(gradient).lower(jnp.ones((40_000, WIDTH)), START).compile().as_text()
+    assert whole_arrays_in_loops(program, 40_000, WIDTH) == []
