@@ -264,44 +264,30 @@ def _check_types(rule: Rule, primitive: Primitive, _: Any, /, *atoms: Any, **par
     return found if primitive.multiple_results else [found], effects
 
 
-# A cotangent that is large, and to which an equation adds a little, is handed to the equation.
+# Large cotangents, to which equations add a little.
 #
 # JAX collects the cotangents of a value from all equations that read it, and adds them. Each would be an array of zeros
 # with a few rows in it. The collections, `GradAccum`, are not public.
 
 
-def _transpose_in_place(
-    rule: Any, adds: Callable[..., Any], cts: Sequence[Any], *operands: Any, **params: Any
-) -> None:
-    """A transpose as JAX calls it with collections of cotangents in the place of operands that have no value."""
-    is_collected = [isinstance(x, _ad.GradAccum) for x in operands]
-    given = [ad.UndefinedPrimal(x.aval) if flag else x for flag, x in zip(is_collected, operands, strict=True)]
-    places = [i for i in adds(*given, **params) if is_collected[i] and not any(operands[i] is x for x in operands[:i])]
-    begun = {i: value for i in places if (value := _collected(operands[i])) is not None}
+def _transpose_in_place(rule: Any, adds: Callable[..., Any], cts: Sequence[Any], *operands: Any, **params: Any) -> None:
+    """A transpose as JAX calls it, with collections of cotangents in the place of operands that have no value."""
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return
+    is_collected = [isinstance(x, _ad.GradAccum) for x in operands]
+    given = [ad.UndefinedPrimal(x.aval) if flag else x for flag, x in zip(is_collected, operands, strict=True)]
+    places = [i for i in adds(*given, **params) if not any(operands[i] is x for x in operands[:i])]
+    begun = {i: operands[i].val for i in places if _has_begun(operands[i])}
     found = rule(cts, *given, begun=begun, **params)
     for i in begun:
-        _collect_anew(operands[i], found[i])
+        operands[i].val = found[i]
     for i, (x, ct) in enumerate(zip(operands, found, strict=True)):
         if is_collected[i] and i not in begun:
             x.accum(ct)
 
 
-def _collected(x: Any) -> Any:
-    """What there is already of a cotangent; None: nothing, or it is of another type."""
-    if isinstance(x, _ad.ValAccum):
-        value = x.val
-    else:
-        value = x.ref[...] if isinstance(x, _ad.RefAccum) and x.ref is not None else None
-    return None if value is None or isinstance(value, ad.Zero) or jax.typeof(value) != x.aval else value
-
-
-def _collect_anew(x: Any, value: Any) -> None:
-    if isinstance(x, _ad.ValAccum):
-        x.val = value
-    else:
-        x.ref[...] = value
+def _has_begun(x: Any) -> bool:
+    return isinstance(x, _ad.ValAccum) and not isinstance(x.val, ad.Zero) and jax.typeof(x.val) == x.aval
 
 
 def _linearize(rule: Callable[..., Any], _: bool, nonzero: Sequence[bool], *operands: Any, **p: Any) -> Any:
