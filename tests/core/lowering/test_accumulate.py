@@ -271,7 +271,7 @@ def test_branches_that_read_rows_of_a_stack() -> None:
     for lanes in ("lockstep", "compact"):
         gradient = jax.jit(jax.grad(partial(loss, lanes=lanes)))
         assert_close(gradient(stack), expected)
-    program = gradient.lower(jnp.ones((64, 16, 16))).compile().as_text()
+    program = gradient.lower(jnp.ones((64, 16, 16))).compile().as_text() or ""
     assert len(re.findall(r"= f\w+\[64,16,16\]\S* (?:broadcast|add|copy)\(", program)) <= 1
 
 
@@ -282,5 +282,5 @@ def test_a_loop_of_jax_adds_in_place_what_a_loop_in_it_reads() -> None:
 
     gradient = lambda x, c: jax.grad(partial(f, outer=lax.scan, inner=lx.fori_loop), (0, 1))(x, c)
     assert_close(gradient(TABLE, START), jax.grad(partial(f, outer=lax.scan, inner=in_python), (0, 1))(TABLE, START))
-    program = jax.jit(gradient).lower(jnp.ones((40_000, WIDTH)), START).compile().as_text()
+    program = jax.jit(gradient).lower(jnp.ones((40_000, WIDTH)), START).compile().as_text() or ""
     assert whole_arrays_in_loops(program, 40_000, WIDTH) == []

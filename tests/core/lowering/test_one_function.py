@@ -1,5 +1,6 @@
 """Loops of which XLA makes one function: every operation that it is told to take, in all dtypes, and what it is not."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -260,3 +261,18 @@ def test_kinds_are_told_of_functions() -> None:
 def test_other_devices_have_no_such_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert facts_of(lambda i, y: y - 0.1 * y * y, 3).overhead == costs().step
+
+
+def test_programs_that_are_gone_keep_no_arrays_alive() -> None:
+    def run() -> None:
+        data = jnp.ones(1234)
+        step = jax.jit(lambda c: c + data[0])
+        program = jax.jit(
+            lambda: lx.cond(data[1] > 0, step, lambda c: c, lx.fori_loop(0, 3, lambda i, c: step(c), 0.0))
+        )
+        assert program() == 4.0
+        program.clear_cache()
+
+    run()
+    gc.collect()
+    assert [x for x in jax.live_arrays() if x.shape == (1234,)] == []
