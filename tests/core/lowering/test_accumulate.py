@@ -280,7 +280,7 @@ def test_a_loop_of_jax_adds_in_place_what_a_loop_in_it_reads() -> None:
         step = lambda c, i: (inner(0, 3, lambda j, c: jnp.sin(c * x[i + j] + x[2 * i]), c), None)
         return outer(step, c, jnp.arange(STEPS, dtype=jnp.int32))[0].sum()
 
-    gradient = lambda x, c: jax.grad(partial(f, outer=lax.scan, inner=lx.fori_loop), (0, 1))(x, c)
+    gradient = jax.grad(partial(f, outer=lax.scan, inner=lx.fori_loop), (0, 1))
     assert_close(gradient(TABLE, START), jax.grad(partial(f, outer=lax.scan, inner=in_python), (0, 1))(TABLE, START))
     program = jax.jit(gradient).lower(jnp.ones((40_000, WIDTH)), START).compile().as_text() or ""
     assert whole_arrays_in_loops(program, 40_000, WIDTH) == []
