@@ -264,7 +264,7 @@ def test_branches_that_read_rows_of_a_stack() -> None:
     stack, routes, xs = jnp.sin(jnp.arange(4.0 * 256)).reshape(4, 16, 16), jnp.arange(12) % 3, jnp.ones((12, 16))
     branches = [lambda x, w, k=k: jnp.tanh(w[k] @ x) for k in range(4)]
 
-    def loss(w: Any, lanes: str) -> Any:
+    def loss(w: Any, lanes: Any) -> Any:
         return (jax.vmap(lambda k, x: lx.switch(k, branches, x, w, lanes=lanes))(routes, xs) ** 2).sum()
 
     expected = jax.grad(lambda w: (jnp.tanh(jnp.einsum("nij,nj->ni", w[routes], xs)) ** 2).sum())(stack)
