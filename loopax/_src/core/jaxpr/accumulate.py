@@ -214,12 +214,13 @@ class _Evaluation:
         return None if updates is None else Updated(aval, updates, parts[0].base)
 
     def _loop(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """A loop in the body begins its sums with what is summed up already, in place of zeros."""
+        """A loop in the body begins its sums with what is summed up already, in place of zeros, or besides others."""
         operands, sums = list(operands), {}
         for result, (operand, variable) in self.starts.get(id(eqn), {}).items():
-            if isinstance(operands[operand], Updated) and operands[operand].is_zero:
-                sums[result] = self.bases[id(self.values[variable])]
-                operands[operand] = sums[result].array
+            start = operands[operand]
+            if isinstance(start, Updated) and start.base is None:
+                sums[result] = base = self.bases[id(self.values[variable])]
+                operands[operand] = base.array = start._replace(base=base).array()
         self.is_changed |= bool(sums)
         if jaxi.is_scan(eqn) and (loop := jaxi.lax_loop(eqn)) is not None:
             body = summing_in_place(loop.body, loop.num_consts)
