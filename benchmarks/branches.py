@@ -23,6 +23,7 @@ COMPILATIONS, TO_COMPILE = 3, 4.0
 COMPACT, LOCKSTEP, LAX = "loopax cond, lanes compact", "loopax cond", "lax.cond"
 VMAPPED, SELECT = "vmapped lax.cond", "both branches and jnp.where, by hand"
 EXPERTS_COMPACT = "loopax switch, lanes compact"
+EXPERTS_OF_STACK = "loopax switch, lanes compact, W[k] in the branch"
 STACKED = "one stacked einsum over all experts"
 BY_HAND = {size: f"sorted and padded to groups of {size}, by hand" for size in SIZES}
 
@@ -178,9 +179,14 @@ def expert(inward: Array, outward: Array, x: Array) -> Array:
 
 def by_switch(inward: Array, outward: Array, xs: Array, routes: Array) -> Array:
     """For each token the expert that it is sent to."""
-    # Taken out of the stack here, so that a branch reads the weights of its expert and no others.
     weights = zip(jnp.unstack(inward), jnp.unstack(outward), strict=True)
     experts = [partial(expert, *of_expert) for of_expert in weights]
+    return jax.vmap(lambda x, route: lx.switch(route, experts, x, lanes="compact"))(xs, routes)
+
+
+def by_switch_of_stack(inward: Array, outward: Array, xs: Array, routes: Array) -> Array:
+    """The same, with branches that read the weights of their expert out of the stack."""
+    experts = [lambda x, k=k: expert(inward[k], outward[k], x) for k in range(EXPERTS)]
     return jax.vmap(lambda x, route: lx.switch(route, experts, x, lanes="compact"))(xs, routes)
 
 
@@ -228,6 +234,7 @@ def experts() -> list[Group]:
     }
     runs = {
         EXPERTS_COMPACT: by_switch,
+        EXPERTS_OF_STACK: by_switch_of_stack,
         **{BY_HAND[size]: by_hand(size) for size in SIZES},
         STACKED: stacked,
     }
@@ -242,6 +249,7 @@ def experts() -> list[Group]:
             [
                 Target("time", EXPERTS_COMPACT, STACKED, bound),
                 Target("time", EXPERTS_COMPACT, tuple(BY_HAND.values()), 1.25),
+                Target("time", EXPERTS_OF_STACK, tuple(BY_HAND.values()), 1.1),
             ],
             rounds=5,
         )

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -95,18 +95,18 @@ def measured() -> list[dict[str, Any]]:
 
 
 @cache
-def rows() -> list[dict[str, Any]]:
-    """The same in a process of its own, which has the devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+def rows_of(module: str, devices: int) -> list[dict[str, Any]]:
+    """What a module prints in a process of its own, which has so many devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.sharded"]
+    command = [sys.executable, "-m", module]
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
 def tables() -> list[Findings]:
     """One table."""
     fewer = ("step work, busiest / mean", "evaluations of the busiest device")
-    return [Findings("Sharded lanes: eight devices", rows, REMARK, fewer)]
+    return [Findings("Sharded lanes: eight devices", partial(rows_of, "benchmarks.sharded", DEVICES), REMARK, fewer)]
 
 
 if __name__ == "__main__":

@@ -1,19 +1,24 @@
 """Steps that read or write rows of large arrays, under transformations: what a step of the gradient costs."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 
 import loopax as lx
 from benchmarks.groups import Findings
 from benchmarks.measure import Case, measure
 from benchmarks.reads import READS, WIDTH, WRITES
+from benchmarks.sharded import rows_of
 
 LANES = 64
+DEVICES = 2
 FEW_AND_MANY = 20, 420  # steps
 SMALL, LARGE = 64 * 512, 4_000_256  # numbers of an array, or of those of all lanes together
 
@@ -95,9 +100,27 @@ def flatness() -> list[dict[str, Any]]:
         for name, loss in losses().items():
             if "written" in name and way in ("lanes, shared", "a loop in a loop"):
                 continue  # each lane has a version of its own; and a loop in a loop would begin again with a copy
-            times = {f"us a step, {size} numbers": _step(partial(made, loss), size, lanes) for size in (SMALL, LARGE)}
-            rows.append({"step": name, "under": way, **times})
-    return rows
+            rows.append(_row(name, way, lanes, partial(made, loss)))
+    return rows + rows_of("benchmarks.transformed_rows", DEVICES)
+
+
+def over_devices() -> list[dict[str, Any]]:
+    """Lanes on devices of which each has the arrays. Needs so many devices."""
+    mesh, firsts = Mesh(np.array(jax.devices()[:DEVICES]), ("d",)), jnp.arange(LANES, dtype=jnp.int32) % 7
+
+    def made(loss: Loss, bound: int) -> Any:
+        lanes = lx.sharded_lanes(lambda arrays, first: loss(arrays, first, None, bound), mesh, "d", in_axes=(None, 0))
+        return jax.grad(lambda arrays: lanes(arrays, firsts).sum())
+
+    reads = {name: loss for name, loss in losses().items() if "written" not in name}
+    return [
+        _row(name, f"lanes on {DEVICES} devices, shared", None, partial(made, loss)) for name, loss in reads.items()
+    ]
+
+
+def _row(step: str, way: str, lanes: int | None, made: Any) -> dict[str, Any]:
+    times = {f"us a step, {size} numbers": _step(made, size, lanes) for size in (SMALL, LARGE)}
+    return {"step": step, "under": way, **times}
 
 
 def _step(made: Any, size: int, lanes: int | None) -> float:
@@ -115,3 +138,7 @@ def tables() -> list[Findings]:
         "takes milliseconds, and differs by some hundred: 1 us a step."
     )
     return [Findings("Rows of large arrays under transformations, gradient", flatness, remark)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(over_devices()))

@@ -324,7 +324,7 @@ def _negated(_: Any, x: Any) -> Any:
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("broadcast_in_dim", "squeeze", "expand_dims", "reshape"), _moved),
+    **dict.fromkeys(("broadcast_in_dim", "squeeze", "expand_dims", "reshape", "pvary"), _moved),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scattered),
     "dynamic_update_slice": _slice_written,
     "pad": _padded,

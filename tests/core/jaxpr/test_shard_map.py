@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
+from tests.support.compiled import collectives_in_loops
 from tests.support.problem import KINDS, WITH_LAX, name_of
 from tests.support.reference import assert_close
 
@@ -158,3 +159,58 @@ def test_conditions_that_vary_between_devices(program):
     alone = jax.jit(both)
     wanted = tuple(np.concatenate(parts) for parts in zip(*map(alone, starts.reshape(8, 2)), strict=True))
     assert_close(jax.device_get(jax.jit(sharded(both, True))(starts)), wanted)
+
+
+def with_shared_values(body, start):
+    """A loss of one lane of data, and of values that all devices share; the carry has a shared leaf, and another one."""
+
+    def loss(shared, x):
+        step = lambda c, row: body(shared, c, row)
+        (scale, c), ys = lx.scan(step, start(shared, x), shared["rows"])
+        return (scale * c).sum() + (0 if ys is None else ys.sum())
+
+    return loss
+
+
+def table(shared, carry, row):
+    i = carry[0].astype(int)
+    return (carry[0] + 1, jnp.sin(carry[1] * shared["w"][i] + shared["w"][i + 1]) + row), None
+
+
+def matrix(shared, carry, row):
+    return (carry[0] * shared["decay"], jnp.tanh(shared["w"][:4] @ carry[1]) * carry[0] + row), carry[1] * row
+
+
+def jitted(shared, carry, row):
+    scaled = jax.jit(lambda w, c: jnp.sin(w[0] * c) * w.sum())(shared["w"] * shared["decay"], carry[1])
+    return (carry[0], scaled + row), row * carry[1]
+
+
+def inner_loop(shared, carry, row):
+    c = lx.fori_loop(0, 2, lambda j, c: jnp.sin(c * shared["w"][j]), carry[1])
+    return (carry[0], c * shared["decay"] + row), None
+
+
+SHARED = {"w": jnp.sin(jnp.arange(24.0)).reshape(6, 4), "decay": jnp.array(0.9), "rows": jnp.linspace(0.0, 1.0, 4)}
+# What is summed once. `decay` also makes the shared leaf of the carry, whose cotangent each device has as a whole.
+SHARED_STEPS = {
+    "table": (table, lambda shared, x: (jnp.zeros(()), x), True),
+    "matrix": (matrix, lambda shared, x: (shared["decay"], x), False),
+    "jitted": (jitted, lambda shared, x: (shared["decay"], x), True),
+    "inner loop": (inner_loop, lambda shared, x: (shared["decay"], x), True),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_STEPS)
+def test_cotangents_of_shared_values_are_summed_once(name):
+    """After the loop, and not in each of its steps."""
+    body, start, at_once = SHARED_STEPS[name]
+    loss = with_shared_values(body, start)
+    lanes = lambda shared, xs: jax.vmap(loss, (None, 0))(shared, xs)
+    of_devices = jax.shard_map(lanes, mesh=mesh(), in_specs=(PartitionSpec(), SPEC), out_specs=SPEC)
+    xs = jnp.cos(jnp.arange(64.0)).reshape(16, 4)
+    gradient = lambda f: lambda shared: jax.grad(lambda shared: f(shared, xs).sum())(shared)
+    for way in (gradient, lambda f: lambda shared: jax.jvp(gradient(f), (shared,), (shared,))[1]):
+        assert_close(jax.jit(way(of_devices))(SHARED), jax.jit(way(lanes))(SHARED))
+    text = jax.jit(gradient(of_devices)).lower(SHARED).compile().as_text()
+    assert (collectives_in_loops(text) == []) == at_once

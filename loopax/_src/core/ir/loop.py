@@ -28,7 +28,16 @@ from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.plan import Saving
 from loopax._src.core.jaxpr.accumulate import Carried
 from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
-from loopax._src.core.jaxpr.types import Axes, Expected, differing, localized, numbers_expected, rows_expected, varying
+from loopax._src.core.jaxpr.types import (
+    Axes,
+    Expected,
+    differing,
+    localized,
+    marked_before,
+    numbers_expected,
+    rows_expected,
+    varying,
+)
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
@@ -205,25 +214,33 @@ class BoundLoop(NamedTuple):
     """A loop as it is bound.
 
     Leaves of the carry that the body returns unchanged are constants. Where devices take different numbers of steps,
-    the loop is one in which they do not communicate.
+    the loop is one in which they do not communicate. Where they take the same, what they share is marked before it.
     """
 
     loop: Loop
     fixed: Mask  # which leaves of the carry have become constants
-    axes: Axes  # along which devices take different numbers of steps
+    marked: LoopInputs  # which operands are marked as varying
+    axes: Axes  # over which
 
     @classmethod
     def of(cls, loop: Loop, low: Any, high: Any, inputs: LoopInputs) -> "BoundLoop":
         """For these operands."""
         fixed = unchanged(loop)
         slim = _hoisted(loop, fixed) if any(fixed) else loop
-        axes = _differing(slim, low, high, flatten(_with_fixed_as_consts(inputs, fixed)))
-        return cls(_localized(slim, axes) or slim if axes else slim, fixed, axes)
+        groups = _with_fixed_as_consts(inputs, fixed)
+        if axes := _differing(slim, low, high, flatten(groups)):
+            return cls(_localized(slim, axes) or slim, fixed, map_leaves(lambda _: True, groups), axes)
+        found = None if slim.inverse else marked_before(slim.body, slim.carry_range)
+        body, marked, axes = found or (slim.body, [False] * len(slim.body.in_avals[1:]), frozenset())
+        return cls(slim._replace(body=body) if found else slim, fixed, slim.inputs(marked), axes)
 
     def inputs(self, inputs: LoopInputs) -> LoopInputs:
         """Its operands from those of the loop."""
         groups = _with_fixed_as_consts(inputs, self.fixed)
-        return LoopInputs(*(varying(group, self.axes) for group in groups)) if self.axes else groups
+        if not self.axes:
+            return groups
+        mark = lambda x, is_marked: varying([x], self.axes)[0] if is_marked else x  # noqa: E731
+        return LoopInputs(*(list(map(mark, *pair)) for pair in zip(groups, self.marked, strict=True)))
 
     def masks(self, masks: LoopInputs) -> LoopInputs:
         """A flag for each of its operands, from a flag for each of those of the loop."""

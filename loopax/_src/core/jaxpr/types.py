@@ -13,6 +13,8 @@ So types in such a body may say "shared" of values that differ. All results of t
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -20,12 +22,14 @@ import jax.numpy as jnp
 from jax import core, lax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.dependence import computed
+from loopax._src.core.jaxpr.dependence import computed, dependence
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
+    bind_again,
     collective_over,
     equations_in,
+    evaluate,
     inner_jaxprs,
     map_programs,
     programs_in,
@@ -34,7 +38,7 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, ad, jaxpr_as_fun
 
 # Which types the bodies in an equation expect of its operands: (group, expected, given). Only `check_jaxpr` asks, under
 # `jax_enable_checks` say.
@@ -292,3 +296,42 @@ def localized(body: ClosedJaxpr, axes: Axes) -> ClosedJaxpr | None:
         return [retyped(x, jaxi.varying_axes(x) | axes) for x in function(row, *given)]
 
     return trace(step, [row, *(jaxi.with_varying_axes(aval, jaxi.varying_axes(aval) | axes) for aval in avals)])
+
+
+# Where all devices take the same number of steps, shared inputs are marked before the loop, too: else a gradient would
+# sum whole cotangents over the devices in every step.
+
+
+@weakly_cached
+def marked_before(closed: ClosedJaxpr, carry: range) -> tuple[ClosedJaxpr, Mask, Axes] | None:
+    """The body (row, *operands) of a loop of which some operands vary, which ones, and over which axes.
+
+    None: there are none, or something communicates. The carry, the inputs at these positions, stays as it is, and what
+    a shared result or a program inside needs: the first has its whole cotangent on each device, which a sum after the
+    loop would count once for each, and the second has marks of its own.
+    """
+    axes: Axes = frozenset().union(*map(jaxi.marked_varying, closed.eqns))
+    communicating = (eqn for eqn in equations_in(closed) if axes and jaxi.communicates_over(eqn) & axes)
+    if not axes or not all(map(jaxi.is_axis_index, communicating)):
+        return None
+    called = lambda eqn: jaxi.called(eqn) if jaxi.is_jit(eqn) else None  # noqa: E731
+    body = trace(lambda *inputs: evaluate(closed, inputs, bind_again, inlined=called), closed.in_avals)
+    inside = [atom for eqn in body.eqns if any(inner_jaxprs(eqn)) for atom in eqn.invars]
+    is_shared = lambda atom: not (isinstance(atom, Literal) or axes <= jaxi.varying_axes(atom.aval))  # noqa: E731
+    ends = list(filter(is_shared, [*body.outvars, *inside]))
+    fixed = reduce(or_, dependence(jaxi.replace_jaxpr(body, body.invars, ends)), 0)
+    shared = [is_shared(v) and jaxi.has_tangents(v.aval) for v in body.invars]
+    marked = [m and i not in (0, *carry) and not fixed >> i & 1 for i, m in enumerate(shared)]
+    if not any(marked):
+        return None
+
+    def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if over := jaxi.marked_varying(eqn):
+            return varying(operands, over)
+        if not any(inner_jaxprs(eqn)):  # what meets a value that varies is marked
+            operands = varying(operands, differing(operands))
+        return bind_again(eqn, operands)
+
+    pairs = zip(body.in_avals, marked, strict=True)
+    avals = [jaxi.with_varying_axes(aval, jaxi.varying_axes(aval) | axes) if m else aval for aval, m in pairs]
+    return trace(lambda *inputs: evaluate(body, inputs, equation), avals), tuple(marked[1:]), axes
