@@ -113,9 +113,8 @@ def over_devices() -> list[dict[str, Any]]:
         return jax.grad(lambda arrays: lanes(arrays, firsts).sum())
 
     reads = {name: loss for name, loss in losses().items() if "written" not in name}
-    return [
-        _row(name, f"lanes on {DEVICES} devices, shared", None, partial(made, loss)) for name, loss in reads.items()
-    ]
+    way = f"lanes on {DEVICES} devices, shared"
+    return [_row(name, way, None, partial(made, loss)) for name, loss in reads.items()]
 
 
 def _row(step: str, way: str, lanes: int | None, made: Any) -> dict[str, Any]:
