@@ -4,15 +4,22 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import loopax as lx
+from loopax._src.core import Checkpoints, LoopFacts
+from loopax._src.core.ir.kind import StepFacts
+from loopax._src.core.jaxpr.cost import ROW, STEP
 from loopax._src.jax_internals import one_function
+from loopax._src.settings import costs
 
 Step = Callable[[Any, Any], Any]
 MARK = "xla_cpu_small_call"
@@ -184,6 +191,83 @@ def test_derivatives(name: str) -> None:
         return sum((jnp.sum(y) for y in leaves if is_real(y)), jnp.zeros(()))
 
     for kind in ("residuals", "bounded", "checkpointed", lx.Checkpointed(2)):
+        program = jax.value_and_grad(partial(total, kind), allow_int=True)
+        for function, x in ((program, start), (jax.vmap(program), jax.tree.map(lambda x: jnp.stack([x, x]), start))):
+            found = jax.jit(function)
+            assert MARK in found.lower(x).as_text() or (function is not program and name == "a matrix and a vector")
+            with mock.patch.object(one_function, "NEEDS_TELLING", False):
+                jax.clear_caches()
+                expected = jax.jit(function)(x)
+                jax.clear_caches()
+            for a, b in zip(jax.tree.leaves(found(x)), jax.tree.leaves(expected), strict=True):
+                if is_real(a):
+                    np.testing.assert_allclose(a, b, 1e-12, 1e-14)
+
+
+@needs_telling
+def test_many_small_leaves_are_one_function_forward_and_back() -> None:
+    """Nothing is called by itself in the loops of 60 scalars."""
+    start = [jnp.float32(0.1 * i) for i in range(60)]
+    scan = lambda x: lx.scan(lambda c, _: ([jnp.sin(x) for x in c], None), x, None, length=100)[0]
+    text = jax.jit(jax.grad(lambda x: sum(scan(x)))).lower(start).compile().as_text() or ""
+    entry = text[text.index("\nENTRY") :]
+    assert text.count(f'{MARK}="true"') >= 2
+    assert " while(" not in entry
+
+
+def test_programs_of_several_devices_and_for_export_are_left_alone() -> None:
+    """What XLA inserts there does not compile within a function; what is exported, another version compiles."""
+    loop = jax.jit(lambda x: lx.fori_loop(0, 2, lambda i, x: jnp.sin(x), x))
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    spread = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("d")))
+    assert MARK not in loop.lower(spread).as_text()
+    by_device = jax.shard_map(loop, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    assert MARK not in jax.jit(by_device).lower(spread).as_text()
+    assert MARK not in str(jax.export.export(loop)(spread).mlir_module())
+    np.testing.assert_allclose(loop(spread), loop(jnp.ones(8)), 1e-15)
+
+
+class Asking(lx.Kind):
+    """A kind that remembers what it was told of a loop."""
+
+    def __init__(self) -> None:
+        """Nothing so far."""
+        self.told: list[StepFacts] = []
+
+    def plan(self, loop: LoopFacts) -> Checkpoints:
+        """Carries at some steps."""
+        self.told.append(loop.step)
+        return Checkpoints()
+
+
+def facts_of(step: Step, *shape: int) -> StepFacts:
+    """What a kind is told of a step."""
+    asking = Asking()
+    jax.make_jaxpr(jax.grad(lambda x: lx.fori_loop(0, 100, step, x, kind=asking).sum()))(jnp.ones(shape))
+    return asking.told[-1]
+
+
+@pytest.mark.skipif(not one_function.MAKES_FUNCTIONS, reason="XLA makes functions of the least loops only")
+def test_kinds_are_told_of_functions() -> None:
+    """Their operations cost no calls, and a row costs little."""
+    small, nested = facts_of(lambda i, y: y - 0.1 * y * y, 3), facts_of(TAKEN["a loop of loopax"][0], 3)
+    assert small.overhead == nested.overhead == STEP
+    assert small.residual_calls == ROW
+    other = facts_of(lambda i, y: jnp.tanh(y @ DENSE), 8, 8)
+    assert other.overhead == costs().step
+    assert other.residual_calls == costs().call
+
+
+def test_other_devices_have_no_such_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert facts_of(lambda i, y: y - 0.1 * y * y, 3).overhead == costs().step
+
+
+def test_programs_that_are_gone_keep_no_arrays_alive() -> None:
+    def run() -> None:
+        data = jnp.ones(1234)
+        step = jax.jit(lambda c: c + data[0])
+        thrice = lambda: lx.fori_loop(0, 3, lambda _, c: step(c), 0.0)
         program = jax.jit(lambda: lx.cond(data[1] > 0, step, lambda c: c, thrice()))
         assert program() == 4.0
         program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
