@@ -14,14 +14,20 @@ on l as well: in a `custom_vjp` whose backward function is not linear, say, whic
 values of l stored for every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import not_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.autodiff.transpose import cotangents_of_linear
+from loopax._src.core.autodiff.transpose import (
+    consts_in_part,
+    cotangents_of_linear,
+    starts_of_sums,
+    type_of_linear,
+)
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import LoopOutputs, part_of_inverse, run, traversal
@@ -309,8 +315,13 @@ def _pair_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
     return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
 
 
-def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSweepOperands) -> SweepInputs:
-    """Cotangents of the linear inputs, and of the first linear state, from those of the linear carry and of ys."""
+def transpose_linear_sweep(
+    cts: LoopOutputs, sweep: LinearSweep, given: LinearSweepOperands, begun: Sequence[Any] | None = None
+) -> SweepInputs:
+    """Cotangents of the linear inputs, and of the first linear state, from those of the linear carry and of ys.
+
+    Those of consts begin with `begun`, or with zeros.
+    """
     nonzero_ys = tuple(not isinstance(ct, ad.Zero) for ct in cts.ys)
     consts, init, carry, xs = given.known
     rows = [*xs, *select(nonzero_ys, cts.ys)]
@@ -338,7 +349,7 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
         saving = sweep.plan._saving(**facts, length_known=True, has_inverse=False) or Blocks(1)
 
     avals = select_each(sweep.masks, sweep.whole.backward_avals)
-    start = [*carry, *map(jaxi.zeros, avals.state), *map(jaxi.zeros, avals.consts)]
+    start = [*carry, *map(jaxi.zeros, avals.state), *(begun or map(jaxi.zeros, avals.consts))]
     back = sweep.whole._replace(
         step=_pair_step(sweep, nonzero_ys),
         num_consts=len(consts),
@@ -356,7 +367,9 @@ def transpose_linear_sweep(cts: LoopOutputs, sweep: LinearSweep, given: LinearSw
     return SweepInputs(ct_consts, ct_init, out.carry[len(init) :], ct_xs)
 
 
-def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
+def _transpose(
+    cts: Sequence[Any], *flat: Any, begun: Mapping[int, Any] = MappingProxyType({}), **params: Any
+) -> list[Any]:
     """Transpose the linear part of a sweep: cotangents of its linear inputs from those of its results.
 
     Operands are `low, high`, then consts, init, carry and xs that are known, then the linear ones in the same order.
@@ -371,8 +384,16 @@ def _transpose(cts: Sequence[Any], *flat: Any, **params: Any) -> list[Any]:
     if all(isinstance(ct, ad.Zero) for ct in cts):
         return [None] * len(flat)
     given = LinearSweepOperands.of(sweep, flat)
-    found = transpose_linear_sweep(unflatten(sweep.output_avals, cts), sweep, given)
+    numbers, avals = LinearSweepOperands.of(sweep, range(len(flat))).linear.consts, given.linear.consts
+    starts = starts_of_sums(begun, numbers, list(map(type_of_linear, avals)))
+    found = transpose_linear_sweep(unflatten(sweep.output_avals, cts), sweep, given, starts)
     return cotangents_of_linear(flat, given.linear, found)
+
+
+def _adds_in_place(*operands: Any, **params: Any) -> list[int]:
+    sweep = LinearSweep(**params)
+    numbers = LinearSweepOperands.of(sweep, range(len(operands))).linear.consts
+    return consts_in_part(sweep.step, sweep.linear_consts, numbers)
 
 
 jaxi.register(
@@ -383,6 +404,7 @@ jaxi.register(
     expected=_expected,
     jvp=jvp_expanded(_whole),
     transpose=_transpose,
+    adds_in_place=_adds_in_place,
     batch=batch_if_mapped(linear_sweep_p, batch_expanded(_whole)),
 )
 step_limits[linear_sweep_p] = lambda eqn: (LinearSweep(**eqn.params).bound, False)

@@ -235,17 +235,24 @@ def _transpose(
     num_saved = len(cts) - sum(map(len, linear.output_avals))
     linear_cts = unflatten(linear.output_avals, cts[: len(cts) - num_saved])
     numbers = LinearOperands.of(linear, range(len(flat))).linear.consts
-    starts = [begun[i] if i in begun else jaxi.zeros(aval) for i, aval in zip(numbers, avals.consts, strict=True)]
-    found = transpose_linear_loop(linear_cts, linear, given, avals, starts)
+    found = transpose_linear_loop(linear_cts, linear, given, avals, starts_of_sums(begun, numbers, avals.consts))
     return cotangents_of_linear(flat, given.linear, found)
 
 
-def _read_in_part(*operands: Any, **params: Any) -> list[int]:
-    """Of the operands, the linear consts of which a step reads a part alone."""
+def starts_of_sums(begun: Mapping[int, Any], numbers: Sequence[int], avals: Sequence[Any]) -> list[Any]:
+    """What is added to: the cotangents of these operands that have begun, or zeros."""
+    return [begun[i] if i in begun else jaxi.zeros(aval) for i, aval in zip(numbers, avals, strict=True)]
+
+
+def consts_in_part(step: ClosedJaxpr, is_linear: Mask, numbers: Sequence[int]) -> list[int]:
+    """Of the operands that are linear consts, those of which a step (row, *consts, ...) reads a part alone."""
+    return select(select(is_linear, read_in_part(step)[1 : 1 + len(is_linear)]), numbers)
+
+
+def _adds_in_place(*operands: Any, **params: Any) -> list[int]:
     linear = LinearLoop(**params)
-    consts = range(1, 1 + len(linear.linear_consts))
-    mask = select(linear.linear_consts, read_in_part(linear.body)[consts.start : consts.stop])
-    return select(mask, LinearOperands.of(linear, range(len(operands))).linear.consts)
+    numbers = LinearOperands.of(linear, range(len(operands))).linear.consts
+    return consts_in_part(linear.body, linear.linear_consts, numbers)
 
 
 def cotangents_of_linear(flat: Sequence[Any], linear: Groups, cts: Groups) -> list[Any]:
@@ -268,7 +275,7 @@ jaxi.register(
     expected=linear_expected,
     jvp=jvp_expanded(whole_loop),
     transpose=_transpose,
-    adds_in_place=_read_in_part,
+    adds_in_place=_adds_in_place,
     batch=batch_if_mapped(linear_loop_p, batch_expanded(whole_loop)),
 )
 step_limits[linear_loop_p] = lambda eqn: (LinearLoop(**eqn.params).bound, False)
