@@ -185,7 +185,7 @@ def by_switch(inward: Array, outward: Array, xs: Array, routes: Array) -> Array:
 
 
 def by_switch_of_stack(inward: Array, outward: Array, xs: Array, routes: Array) -> Array:
-    """The same, with branches that read the weights of their expert out of the stack."""
+    """For each token the expert that it is sent to; a branch reads the weights of its expert out of the stack."""
     experts = [lambda x, k=k: expert(inward[k], outward[k], x) for k in range(EXPERTS)]
     return jax.vmap(lambda x, route: lx.switch(route, experts, x, lanes="compact"))(xs, routes)
 
