@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from loopax._src.schedule.binomial import advance, binomial, evaluations
+from loopax._src.schedule.binomial import _division, advance, binomial, divisions, evaluations
 from tests.schedule.lengths import SLOTS, STEPS, each_number_of_slots, lengths
 from tests.support.schedule_machine import execute
 
@@ -50,9 +50,27 @@ def test_a_thousand_steps(slots, most):
     assert optimum < evaluations(1000, slots) <= 1.05 * optimum
 
 
+def compiled_advance(num_steps, slots):
+    return divisions(num_steps, slots).divided(num_steps, slots).distance
+
+
 def test_compiled_as_in_python():
     n, c = np.meshgrid(np.arange(2, STEPS + 1), np.arange(1, SLOTS + 1))
-    compiled = jax.jit(jax.vmap(jax.vmap(advance)))(n.astype(np.int32), c.astype(np.int32))
+    compiled = jax.jit(compiled_advance)(n.astype(np.int32), c.astype(np.int32))
     assert compiled.tolist() == np.vectorize(advance)(n, c).tolist()
     for num_steps, slots in product((10**5, 2**31 - 1), (1, 3, 7, 50, 10_000)):
-        assert int(jax.jit(advance)(np.int32(num_steps), np.int32(slots))) == advance(num_steps, slots)
+        assert int(jax.jit(compiled_advance)(np.int32(num_steps), np.int32(slots))) == advance(num_steps, slots)
+
+
+def test_parts_are_divided_as_if_they_were_alone():
+    """The steps to advance in any part of any part follow from the division of the whole."""
+    pending = [(n, c, _division(n, c)) for c in (2, 3, 5, 8) for n in (2, c + 1, c + 2, 30, 100, 357)]
+    while pending:
+        n, c, division = pending.pop()
+        if c == 1 or n <= c + 1:
+            continue
+        passed, ahead = division.parts(c)
+        distance = min(division.below, n - ahead.below)
+        assert distance == advance(n, c)
+        assert not division.is_too_low(n, c)
+        pending += [(distance, c, passed), (n - distance, c - 1, ahead)]

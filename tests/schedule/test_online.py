@@ -3,10 +3,12 @@
 from itertools import islice
 from math import comb
 
+import jax
+import numpy as np
 import pytest
 
 from loopax._src.schedule.binomial import evaluations, evaluations_from, forward, replay
-from loopax._src.schedule.online import online, online_stored
+from loopax._src.schedule.online import Online, online, online_stored, store
 from tests.schedule.lengths import STEPS, each_number_of_slots, lengths
 from tests.support.schedule_machine import execute
 
@@ -49,3 +51,23 @@ def test_the_first_carry_is_never_dropped():
     assert all(stored[0] == 0 for stored in history)
     for n in (1, 2, 100, 5000):
         assert online_stored(n, 4) == history[n - 1]
+
+
+def test_a_carry_is_stored_once_more_until_another_can_be_dropped():
+    """So a schedule that has to allow for more than one more repetition of steps at once takes no step meanwhile."""
+    far_apart = np.array([0, 1000, 2000, 3000], np.int32)
+    ids, ones, one = np.arange(4, dtype=np.int32), np.ones(4, np.int32), np.int32(1)
+    state = Online(far_apart, ids, dropped=np.int32(2), limits=ones, repetitions=one, stride=one)
+    slots, lengths = set(), [0]
+    while lengths[-1] == 0:
+        state, slot, length = jax.jit(store)(state, np.int32(4000))
+        slots.add(int(slot))
+        lengths.append(int(length))
+        assert state.stored.tolist() == [0, 1000, 3000, 4000]
+    assert slots == {2}
+    assert len(lengths) > 10
+    # The one to be dropped is the latest that leaves at most as many steps as may be repeated so often.
+    later, free = 4000 + lengths[-1], np.arange(4, 0, -1)
+    gaps = [3000 - 0, 4000 - 1000, later - 3000]
+    limits = [comb(int(f) + int(state.repetitions) - 1, int(f)) for f in free[:3]]
+    assert int(state.dropped) == max(k for k in (1, 2, 3) if gaps[k - 1] <= limits[k - 1])

@@ -3,7 +3,7 @@
 May import: nothing of loopax.
 """
 
-from loopax._src.schedule.binomial import advance
+from loopax._src.schedule.binomial import Division, divisions
 from loopax._src.schedule.online import Online, start, store
 
-__all__ = ["Online", "advance", "start", "store"]
+__all__ = ["Division", "Online", "divisions", "start", "store"]

@@ -15,7 +15,7 @@ them once: for 1000 steps and 10, 20 or 44 slots at most 0.9 % more evaluations 
 the steps are in the last run, it takes 2.0 evaluations a step, and the optimum 1.5.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import comb
 from typing import Any, Literal, NamedTuple
@@ -51,13 +51,66 @@ class Action(NamedTuple):
     step: int
 
 
-# How far to advance: with Python integers, and in compiled loops.
+# How to divide the steps between a stored carry and the end: with Python integers, and in compiled loops.
 
 
-def advance(num_steps: Any, slots: Any) -> Any:
+class Division(NamedTuple):
+    """Between which binomials the number of steps lies, n <= C(c + r, c), where c slots are free.
+
+    With integers of Python, or with arrays of uint32, then for numbers of int32.
+    """
+
+    repetitions: Any  # r
+    below: Any  # C(c + r - 1, c)
+
+    def is_too_low(self, num_steps: Any, slots: Any) -> Any:
+        """Whether r is too low for so many steps; never with one slot, where it counts for nothing."""
+        num_steps, slots = unsigned(num_steps, slots)
+        fits = self.below // self.repetitions <= num_steps // (slots + self.repetitions)  # else the next may overflow
+        return (slots > 1) & fits & (self.raised(slots).below < num_steps)
+
+    def raised(self, slots: Any) -> "Division":
+        """With r + 1."""
+        (slots,) = unsigned(slots)
+        below = _fraction(self.below, slots + self.repetitions, self.repetitions)
+        return Division(self.repetitions + 1, below)
+
+    def parts(self, slots: Any) -> tuple["Division", "Division"]:
+        """Those of the steps that are passed, with all slots, and of the steps ahead, with one slot less.
+
+        No step that is passed is advanced more than r - 1 times (Griewank & Walther 2000, Theorem 1).
+        """
+        ahead = _fraction(self.below, slots, slots + self.repetitions - 1)  # C(c + r - 2, c - 1)
+        return Division(self.repetitions - 1, self.below - ahead), Division(self.repetitions, ahead)
+
+    def divided(self, num_steps: Any, slots: Any) -> "Divided":
+        """How compiled loops divide so many steps, at least 2, of which r is not too low."""
+        num_steps, slots = unsigned(num_steps, slots)
+        passed, ahead = self.parts(slots)
+        distance = jnp.where(slots == 1, num_steps - 1, jnp.minimum(self.below, num_steps - ahead.below))
+        return Divided(distance.astype(jnp.int32), passed, ahead)
+
+
+def unsigned(*numbers: Any) -> list[Any]:
+    """Arrays as uint32."""
+    return [x.astype(jnp.uint32) if isinstance(x, jax.Array) else x for x in numbers]
+
+
+class Divided(NamedTuple):
+    """How many steps to advance, and the divisions of both parts."""
+
+    distance: Any
+    passed: Division
+    ahead: Division
+
+
+def _fraction(value: Any, numerator: Any, denominator: Any) -> Any:
+    """`value * numerator / denominator`, which is an integer, without the large product."""
+    return value // denominator * numerator + value % denominator * numerator // denominator
+
+
+def advance(num_steps: int, slots: int) -> int:
     """Return how many steps to advance from a stored carry to the next carry to store.
-
-    Takes Python integers, or int32 arrays of one element, which may be traced.
 
     Parameters
     ----------
@@ -67,44 +120,29 @@ def advance(num_steps: Any, slots: Any) -> Any:
         The number of free slots, at least 1, including the slot of the stored carry. With one slot: to the last step.
 
     """
-    compiled = isinstance(num_steps, jax.Array) or isinstance(slots, jax.Array)
-    if compiled:
-        num_steps, slots = (lax.convert_element_type(x, jnp.uint32) for x in (num_steps, slots))
-    repetitions, below = _repetitions(num_steps, slots, lax.while_loop if compiled else _while_loop)
-    # The steps that are passed have all slots and one repetition less: they are at most C(c + r - 1, c). The steps
-    # ahead have one slot less (Griewank & Walther 2000, Theorem 1), and are at least C(c + r - 2, c - 1).
-    ahead = _fraction(below, slots, slots + repetitions - 1)
-    if compiled:
-        distance = jnp.where(slots == 1, num_steps - 1, jnp.minimum(below, num_steps - ahead))
-        return lax.convert_element_type(distance, jnp.int32)
-    return num_steps - 1 if slots == 1 else min(below, num_steps - ahead)
+    if slots == 1:
+        return num_steps - 1
+    division = _division(num_steps, slots)
+    return min(division.below, num_steps - division.parts(slots)[1].below)
 
 
-def _repetitions(num_steps: Any, slots: Any, while_loop: Callable[..., Any]) -> tuple[Any, Any]:
-    """The least r with n <= C(c + r, c), and C(c + r - 1, c); with one slot, where r would be n - 1, (1, 1)."""
-
-    def next_range(state: tuple[Any, Any]) -> Any:
-        repetitions, below = state
-        return _fraction(below, slots + repetitions, repetitions)
-
-    def too_short(state: tuple[Any, Any]) -> Any:
-        repetitions, below = state
-        fits = below // repetitions <= num_steps // (slots + repetitions)  # else the next range may overflow
-        return (slots > 1) & fits & (next_range(state) < num_steps)
-
-    one = num_steps // num_steps
-    return while_loop(too_short, lambda state: (state[0] + one, next_range(state)), (one, one))
+def _division(num_steps: int, slots: int) -> Division:
+    """With the least r."""
+    division = Division(1, 1)
+    while division.is_too_low(num_steps, slots):
+        division = division.raised(slots)
+    return division
 
 
-def _fraction(value: Any, numerator: Any, denominator: Any) -> Any:
-    """`value * numerator / denominator`, which is an integer, without the large product."""
-    return value // denominator * numerator + value % denominator * numerator // denominator
+def divisions(num_steps: Any, slots: Any) -> Division:
+    """Those of compiled loops, for int32 arrays of one shape, with the least r."""
 
+    def raised(division: Division) -> Division:
+        too_low = division.is_too_low(num_steps, slots)
+        return jax.tree.map(lambda new, old: jnp.where(too_low, new, old), division.raised(slots), division)
 
-def _while_loop(goes_on: Callable[[Any], bool], body: Callable[[Any], Any], state: Any) -> Any:
-    while goes_on(state):
-        state = body(state)
-    return state
+    ones = jnp.ones_like(num_steps, jnp.uint32)
+    return lax.while_loop(lambda division: jnp.any(division.is_too_low(num_steps, slots)), raised, Division(ones, ones))
 
 
 # The schedule as actions.
@@ -226,7 +264,7 @@ def evaluations_from(stored: Sequence[int], num_steps: int, slots: int, records:
         if steps <= 1 or free == 1:
             total += steps * (steps - 1) // 2
         else:
-            repetitions, _ = _repetitions(steps, free, _while_loop)
+            repetitions = _division(steps, free).repetitions
             total += repetitions * steps - comb(free + repetitions, repetitions - 1)
         total += _runs(steps, free) if records else 0
     return total

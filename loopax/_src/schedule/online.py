@@ -27,6 +27,7 @@ class Online(NamedTuple):
 
     stored: Any  # [c] the steps whose carries are stored, ascending; -1 at the front for unused slots
     slots: Any  # [c] in which slot each of them is
+    dropped: Any  # [] which of them the next one takes the place of
     limits: Any  # [c] the most steps from each of them to the next: C(f + r - 1, f) for f = c, ..., 1
     repetitions: Any  # [] r
     stride: Any  # [] steps from one decision to the next, if possible
@@ -36,35 +37,40 @@ def start(slots: int) -> Online:
     """The state before the first step."""
     ids = jnp.arange(slots, dtype=jnp.int32)
     one = jnp.ones((), jnp.int32)
-    return Online(jnp.full(slots, -1, jnp.int32), ids, jnp.ones(slots, jnp.int32), one, one)
+    return Online(jnp.full(slots, -1, jnp.int32), ids, jnp.zeros_like(one), jnp.ones(slots, jnp.int32), one, one)
 
 
 def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
     """Store the carry before `step`, which is 0 in the first call.
 
-    Returns the next state, the slot that takes the carry, and the number of steps to the next call.
+    Returns the next state, the slot that takes the carry, and the number of steps to the next call. It may be 0: then
+    the same carry is to be stored once more, in the same slot.
     """
     count = state.stored.size
     if count == 1:
         return state._replace(stored=state.stored * 0), jnp.zeros((), jnp.int32), jnp.int32(NEVER)
-    state = _raised(state, step)
-    # Drop the earliest that can be dropped, or the latest. While slots are unused, the first of them is taken.
-    droppable = _droppable(state, step)
-    earliest, latest = jnp.argmax(droppable), count - 1 - jnp.argmax(droppable[::-1])
-    chosen = jnp.where(state.repetitions <= 2, earliest, latest)
-    dropped = jnp.where(_is_unused(state), 0, chosen).astype(jnp.int32)
-    # Those behind it move forward, and `step` stands last, in the slot that has become free.
-    slot, positions = state.slots[dropped], jnp.arange(count, dtype=jnp.int32)
+    # Those behind the dropped one move forward, and `step` stands last, in the slot that has become free.
+    slot, positions = state.slots[state.dropped], jnp.arange(count, dtype=jnp.int32)
 
     def moved(values: Any, last: Any) -> Any:
-        return jnp.where(positions < dropped, values, jnp.concatenate([values[1:], last[None]]))
+        return jnp.where(positions < state.dropped, values, jnp.concatenate([values[1:], last[None]]))
 
-    state = state._replace(stored=moved(state.stored, step), slots=moved(state.slots, slot))
-    grows = 16 * (state.stride + 1) ** 2 <= step
-    state = state._replace(stride=state.stride + (grows & (state.repetitions > 2)).astype(jnp.int32))
-    # Where nothing can be dropped before r grows, the last segment may have as many steps as r now allows.
-    possible = _is_unused(state) | jnp.any(_droppable(state, step + state.stride))
-    return state, slot, jnp.where(possible, state.stride, jnp.maximum(state.stride, state.repetitions))
+    stored, repetitions = moved(state.stored, step), state.repetitions
+    grows = (16 * (state.stride + 1) ** 2 <= step) & (repetitions > 2)
+    stride = state.stride + grows.astype(jnp.int32)
+    soon = _droppable(stored, step + stride, state.limits, repetitions)
+
+    # Where nothing can be dropped before r grows, the last segment may have as many steps as r now allows. If then
+    # nothing can be dropped either, r grows again.
+    def with_one_more() -> tuple[Any, Any, Any]:
+        limits, longer = _raised(state), jnp.maximum(stride, repetitions)
+        later = _droppable(stored, step + longer, limits, repetitions + 1)
+        return limits, jnp.where(later > 0, later, count - 1), jnp.where(later > 0, longer, 0)
+
+    raises = (soon == 0) & (stored[0] >= 0)
+    limits, dropped, length = lax.cond(raises, with_one_more, lambda: (state.limits, soon, stride))
+    slots, repetitions = moved(state.slots, slot), repetitions + raises.astype(jnp.int32)
+    return Online(stored, slots, dropped, limits, repetitions, stride), slot, length
 
 
 _store = jax.jit(store)
@@ -103,29 +109,21 @@ def _stretches(slots: int) -> Iterator[tuple[tuple[int, ...], int]]:
         step += int(length)
 
 
-def _is_unused(state: Online) -> Any:
-    return state.stored[0] < 0
+def _droppable(stored: Any, step: Any, limits: Any, repetitions: Any) -> Any:
+    """Which stored carry to drop to store that before `step`: the earliest that can be, or the latest; 0: none can."""
+    count = stored.size
+    following = jnp.concatenate([stored[2:], step[None]])
+    positions = jnp.arange(1, count, dtype=jnp.int32)
+    earliest = repetitions <= 2
+    keys = jnp.where(earliest, count - positions, positions)
+    best = jnp.max(jnp.where(following - stored[:-1] <= limits[:-1], keys, 0))
+    return jnp.where(earliest & (best > 0), count - best, best)
 
 
-def _droppable(state: Online, step: Any) -> Any:
-    """Which stored carries may be dropped to store that before `step`; never the first."""
-    following = jnp.concatenate([state.stored[2:], step[None]])
-    return jnp.pad(following - state.stored[:-1] <= state.limits[:-1], (1, 0))
-
-
-def _raised(state: Online, step: Any) -> Online:
-    """The state with as many repetitions as it takes to drop one."""
-    free = jnp.arange(state.stored.size, 0, -1, dtype=jnp.int32)
-
-    def stuck(state: Online) -> Any:
-        return ~_is_unused(state) & ~jnp.any(_droppable(state, step))
-
-    def with_one_more(state: Online) -> Online:
-        # From C(f + r - 1, f) to C(f + r, f), or to `NEVER` where int32 ends.
-        limits, repetitions = state.limits, state.repetitions
-        whole, rest = limits // repetitions, limits % repetitions
-        too_large = whole >= NEVER // (free + repetitions)
-        product = jnp.where(too_large, 0, whole) * (free + repetitions) + rest * (free + repetitions) // repetitions
-        return state._replace(limits=jnp.where(too_large, NEVER, product), repetitions=repetitions + 1)
-
-    return lax.while_loop(stuck, with_one_more, state)
+def _raised(state: Online) -> Any:
+    """The limits for one repetition more: from C(f + r - 1, f) to C(f + r, f), or to `NEVER` where int32 ends."""
+    limits, repetitions = state.limits, state.repetitions
+    factors = jnp.arange(limits.size, 0, -1, dtype=jnp.int32) + repetitions
+    whole, rest = limits // repetitions, limits % repetitions
+    too_large = whole >= NEVER // factors
+    return jnp.where(too_large, NEVER, jnp.where(too_large, 0, whole) * factors + rest * factors // repetitions)

@@ -74,6 +74,19 @@ def test_any_number_of_steps(checkpoints, step):
         assert evaluated <= 1.5 * best
 
 
+@pytest.mark.parametrize(("operations", "loops"), [(2, 6), (30, 5)])
+def test_few_loops_to_compile_for_a_loop_without_a_bound(operations, loops):
+    """And none for the schedule. A step of few operations has one loop to advance, and one to store."""
+
+    def step(x):
+        for _ in range(operations):
+            x = jnp.sin(x) * 0.9
+        return x
+
+    gradient = jax.jit(jax.grad(lambda x: lx.while_loop(lambda x: x > 0.1, step, x)))
+    assert gradient.lower(1.0).as_text().count("stablehlo.while") == loops
+
+
 def test_two_levels_where_the_checkpoints_allow_for_them():
     """64 checkpoints for 1000 steps: 32 blocks of 32 steps, within 2 % of the optimum."""
     evaluated = count_evaluations(lambda count, x: known(large, count, x, 1000, 64))

@@ -14,7 +14,7 @@ from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, stacked
 from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps, Watch, read, write
 from loopax._src.core.masking import common_rows
-from loopax._src.jax_internals import unwritten, where, zeros
+from loopax._src.jax_internals import unwritten, zeros
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
 
@@ -39,14 +39,16 @@ def run_saving(
         return state, [*(x[None] for x in loop.saved_of(state.carry)), start[None]]
 
     # What a schedule decides, where so many steps remain at most: the room for the current carry, steps to the next,
-    # and the new plan. Of blocks, the plan is the number of the block; of a known length, the number of slots in use.
+    # and the new plan. Of blocks, the plan is the number of the block; of a known length, how many slots are in use
+    # and the division of the steps that remain.
     def decide(saver: Saver, remain: Any) -> tuple[Any, Any, Any]:
         if isinstance(saving, Blocks):
             return saver.plan, saving.size, saver.plan + 1
         if saving.length_known:
-            free = saving.count - saver.plan
-            length = schedule.advance(jnp.maximum(remain, 2), free)
-            return saver.plan, jnp.where(free == 1, remain, length), saver.plan + 1
+            used, division = saver.plan
+            free = saving.count - used
+            length, _, ahead = division.divided(jnp.maximum(remain, 2), free)
+            return used, jnp.where(free == 1, remain, length), (used + 1, ahead)
         plan, slot, length = schedule.store(saver.plan, walk.distance(start, saver.state.position))
         return slot, length, plan
 
@@ -67,49 +69,16 @@ def run_saving(
         return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
     slots = saving if isinstance(saving, Slots) else None
-    is_online = slots is not None and not slots.length_known
     room = [unwritten(stacked(aval, loop.saved_rows)) for aval in loop.saved_of(loop.output_avals.carry)]
     rows = slots and jnp.full(slots.count, EMPTY_SLOT, jnp.int32)
-    plan = schedule.start(slots.count) if slots and is_online else jnp.int32(0)
-    state, saved, rows, plan = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
+    plan: Any = jnp.int32(0)
+    if slots is not None and slots.length_known:
+        plan = plan, schedule.divisions(jnp.maximum(walk.distance(start, end), 0), jnp.int32(slots.count))
+    elif slots is not None:
+        plan = schedule.start(slots.count)
+    state, saved, rows, _ = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
     state = state if walk.limited else _poisoned(state)
-    saved, rows = _in_order(plan, saved, rows) if is_online else (saved, rows)
     return state, [*saved, start[None] if rows is None else rows]
-
-
-class Permuting(NamedTuple):
-    """The state of a permutation in place, cycle by cycle.
-
-    One row is read and written at a time. With two, XLA would copy the whole buffer.
-    """
-
-    start: Any  # where the current cycle started
-    place: Any  # to be filled next
-    held: list[Any]  # the rows that stood at `start`
-    order: Any  # from where each place is to be filled; a place that is filled points to itself
-    buffers: list[Any]
-
-
-def _in_order(plan: schedule.Online, saved: list[Any], checkpoint_rows: Any) -> tuple[list[Any], Any]:
-    """What the online schedule saved in the order of the steps."""
-    used = jnp.sum(plan.stored >= 0, dtype=jnp.int32)
-    order = jnp.roll(plan.slots, used)  # unused slots are at the front
-
-    def fill(state: Permuting) -> Permuting:
-        start, place, held, order, buffers = state
-        source = order[place]
-        closes = source == start
-        pairs = zip(held, [read(b, source) for b in buffers], strict=True)
-        rows = [where(closes, first, row) for first, row in pairs]
-        buffers = [write(b, place, row) for b, row in zip(buffers, rows, strict=True)]
-        start = start + closes.astype(jnp.int32)
-        held = [where(closes, read(b, start), first) for b, first in zip(buffers, held, strict=True)]
-        return Permuting(start, jnp.where(closes, start, source), held, write(order, place, place), buffers)
-
-    first, buffers = jnp.int32(0), [*saved, checkpoint_rows]
-    state = Permuting(first, first, [read(b, first) for b in buffers], order, buffers)
-    *saved, checkpoint_rows = lax.while_loop(lambda state: state.start < used, fill, state).buffers
-    return saved, checkpoint_rows
 
 
 def _poisoned(state: LoopState) -> LoopState:

@@ -1,5 +1,6 @@
 """How a reverse sweep is compiled."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, split_list,
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
-from loopax._src.core.lowering.sweep_slots import sweep_slots
+from loopax._src.core.lowering.sweep_slots import Segment, Store, sweep_slots
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     is_scan,
@@ -136,37 +137,27 @@ class BlockStack(NamedTuple):
 
 
 class SlotStack(NamedTuple):
-    """States in slots, and the step of each; those before `top` are in use."""
+    """States in slots; those before `top` are in use."""
 
-    slots: list[Any]
-    steps: Any  # int32[slots]
+    store: Store
     top: Any
     next_step: Any  # the state before it is to be stored
+    division: schedule.Division  # of the steps from there on
 
     def pushed(self, state: list[Any], step: Any, remaining: Any) -> "SlotStack":
         """Perhaps with the current state; `remaining` steps are not walked back."""
-        count = self.steps.size
-        has_room = self.top < count
-        place = jnp.minimum(self.top, count - 1)
-
-        def put(array: Any, value: Any) -> Any:
-            return write(array, place, where(has_room, value, read(array, place)))
-
-        slots = [put(s, value) for s, value in zip(self.slots, state, strict=True)]
-        stores = has_room & (step == self.next_step) & (remaining > 1)
-        distance = lax.cond(
-            stores,
-            lambda: schedule.advance(jnp.maximum(remaining, 2), jnp.maximum(count - self.top, 1)),
-            lambda: jnp.zeros_like(self.next_step),
-        )
-        top = self.top + stores.astype(jnp.int32)
-        return SlotStack(slots, put(self.steps, step), top, self.next_step + distance)
+        free = self.store.num_slots - self.top
+        stores = (free > 0) & (step == self.next_step) & (remaining > 1)
+        distance, passed, ahead = self.division.divided(jnp.maximum(remaining, 2), jnp.maximum(free, 1))
+        store = self.store.put(Segment(state, step, self.top, passed), stores)
+        division = jax.tree.map(partial(jnp.where, stores), ahead, self.division)
+        top, next_step = self.top + stores.astype(jnp.int32), self.next_step + jnp.where(stores, distance, 0)
+        return SlotStack(store, top, next_step, division)
 
     def popped(self) -> tuple["SlotStack", list[Any], Any]:
         """As of blocks."""
-        top = jnp.maximum(self.top - 1, 0)
-        step = self.steps[top]
-        return self._replace(top=top, next_step=step), [read(s, top) for s in self.slots], step
+        state, step, top, division = self.store.segment(jnp.maximum(self.top - 1, 0))
+        return self._replace(top=top, next_step=step, division=division), state, step
 
 
 def stack_of(sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> BlockStack | SlotStack:
@@ -176,9 +167,14 @@ def stack_of(sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: lis
         blocks = (track.num_steps + (size - 1)) // size
         states = [unwritten(stacked(aval, sweep.saving.size)) for aval in sweep.forward_avals.state]
         return BlockStack(saved, states, blocks * size, blocks * size, size)
-    steps = jnp.where(checkpoint_rows == EMPTY_SLOT, 0, track.step(checkpoint_rows))
-    used = jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32)
-    return SlotStack(saved, steps, used, jnp.int32(0))
+    store, used = Store.of(sweep, track, checkpoint_rows, saved)
+    count = store.num_slots
+    steps = store.segments[:, 0].astype(jnp.int32)
+    ends = jnp.where(jnp.arange(1, count + 1, dtype=jnp.int32) == used, track.num_steps, jnp.roll(steps, -1))
+    divisions = schedule.divisions(jnp.maximum(ends - steps, 0), jnp.arange(count, 0, -1, dtype=jnp.int32))
+    store = store._replace(segments=jnp.stack([store.segments[:, 0], *divisions], 1))
+    ones = jnp.ones((), jnp.uint32)
+    return SlotStack(store, used, jnp.zeros_like(used), schedule.Division(ones, ones))
 
 
 class LargeState(NamedTuple):

@@ -129,9 +129,10 @@ def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
     )
 
 
-# Equations of a step from which on a sweep with slots holds it once for all that is evaluated again. With fewer, it is
-# faster to run two loops than to decide in each step what to store (docs/how-it-works.md).
-LONG_STEP = 300
+# Equations of a step from which on a sweep with slots holds it once for all that is evaluated again, in general and
+# where a step stores little. With fewer, two loops are faster than one that writes in each step (docs/how-it-works.md).
+LONG_STEP, LONG_STEP_OF_SMALL = 300, 50
+SMALL_BYTES = 4096
 
 
 class Track(NamedTuple):
@@ -196,5 +197,6 @@ def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: R
     rows = common_rows(sweep.backward, consts)
     forward, ahead = (Body.of(body, consts, rows) for body in (sweep.forward, replay))
     back, is_plain = Body.of(backward, [*consts, *hoisted], rows), ahead.outside is None and rows is None
-    is_long = is_plain and num_equations(replay) >= LONG_STEP
+    is_small = num_bytes(stored) <= SMALL_BYTES
+    is_long = is_plain and num_equations(replay) >= (min(LONG_STEP, LONG_STEP_OF_SMALL) if is_small else LONG_STEP)
     return Bodies(sweep, xs, forward, ahead, back, stored, recorded is not None, places, is_long)
