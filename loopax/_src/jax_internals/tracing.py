@@ -23,13 +23,13 @@ from jax.extend.core import ClosedJaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_JAX = str(Path(jax.__file__).parent)
-_LOOPAX = Path(__file__).parents[2]
+JAX_FOLDER = str(Path(jax.__file__).parent)
+LOOPAX_FOLDER = Path(__file__).parents[2]
 
 # JAX leaves out its own files where an error is shown, and where it names the line of an operation. Files of loopax are
 # left out as well, so that both are the user's. There is no public list to add them to.
-_traceback.register_exclusion(str(_LOOPAX))
-_source_info.register_exclusion(f"{_LOOPAX}{os.sep}")
+_traceback.register_exclusion(str(LOOPAX_FOLDER))
+_source_info.register_exclusion(f"{LOOPAX_FOLDER}{os.sep}")
 
 
 def api_boundary(entry: F) -> F:
@@ -104,7 +104,7 @@ def name_in_errors(function: Callable[..., Any], caller: str, source: str, argum
 
 def is_of_jax(closed: ClosedJaxpr) -> bool:
     """Whether a jaxpr is of a function of JAX, which may have been traced for another caller, and have his lines."""
-    return f"{_JAX}/" in (closed.debug_info.func_src_info or "")
+    return f"{JAX_FOLDER}/" in (closed.debug_info.func_src_info or "")
 
 
 # Mapped axes, of `jax.vmap` and of `shard_map`: what they are called, and what communicates over them.

@@ -1,0 +1,150 @@
+"""A program that has been traced before is recognised, whatever function it was traced from.
+
+Caches ask whether a program is the same object: those of the rules here, and JAX's own of compiled programs. But a
+lambda is a new function each time that its line is run, and a program traced from it a new object. So the program of a
+step is compared with those that are in use: equation by equation, with all parameters, types, literals and settings,
+and the lines of the user's that the equations come from. Functions in parameters are the same only if they are one
+object. Where anything is not known for certain, programs are not the same.
+"""
+
+import struct
+from collections.abc import Hashable, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial, singledispatch
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from loopax._src import jax_internals as jaxi
+from loopax._src.jax_internals import ClosedJaxpr, Literal
+from loopax._src.settings import settings
+
+# Each program by what it is. Nothing is kept alive: what stands for functions and arrays are weak references, and an
+# entry goes with its program.
+_programs: WeakValueDictionary[Hashable, ClosedJaxpr] = WeakValueDictionary()
+_descriptions: WeakKeyDictionary[Any, Hashable] = WeakKeyDictionary()
+
+_EXACT = (bool, int, str, bytes, type(None), Enum, np.dtype, CodeType)
+_OURS = ("jax", "jaxlib", "loopax")  # packages whose values are equal if they mean the same
+_LARGEST = 2**16  # bytes of an array in a parameter that is compared number by number
+
+
+class _UnknownError(Exception):
+    """It is not known what a parameter is equal to."""
+
+
+class _Only:
+    """An object that is equal to no other; it is not kept alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.place, self.value = id(value), ref(value)
+
+    def __hash__(self) -> int:
+        return self.place
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Only) and (value := self.value()) is not None and value is other.value()
+
+
+def recognised(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The first program in use that is the same; this one, if there is none."""
+    try:
+        return _programs.setdefault((jaxi.trace_context(), settings(), _value(closed)), closed)
+    except (_UnknownError, RecursionError):
+        return closed
+
+
+class _Variables(dict[Any, int]):
+    """Numbers of variables, in the order in which they appear."""
+
+    def atoms(self, atoms: Sequence[Any]) -> Hashable:
+        """Variables and literals, with their types."""
+        number = lambda x: _value(x.val) if isinstance(x, Literal) else self.setdefault(x, len(self))  # noqa: E731
+        return tuple((number(x), x.aval) for x in atoms)
+
+    def equation(self, eqn: Any) -> Hashable:
+        """All of an equation."""
+        operands, results = self.atoms(eqn.invars), self.atoms(eqn.outvars)
+        return eqn.primitive, operands, results, _parts(eqn.params), eqn.ctx, jaxi.origin_in_step(eqn)
+
+
+def _value(value: Any) -> Hashable:
+    """What a parameter is: equal for two of them only if they are the same in everything."""
+    kind = type(value)
+    return kind, value if isinstance(value, _EXACT) or kind is object else _parts(value)
+
+
+@singledispatch
+def _parts(value: Any) -> Hashable:
+    if (rule := jaxi.parts_of_rule(value)) is not None:
+        return _parts(rule)
+    if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
+        return _parts(np.asarray(value))
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _OURS:
+        if is_dataclass(value):
+            return tuple(_value(getattr(value, field.name)) for field in fields(value))
+        if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+            return value, str(value)  # JAX's, such as shardings; of two trees of static values, 1 == True
+    try:
+        return _Only(value)
+    except TypeError:  # there are no weak references to it
+        raise _UnknownError from None
+
+
+@_parts.register(tuple)
+@_parts.register(list)
+def _(values: Sequence[Any]) -> Hashable:
+    return tuple(map(_value, values))
+
+
+@_parts.register(set)
+@_parts.register(frozenset)
+def _(values: set[Any]) -> Hashable:
+    return frozenset(map(_value, values))
+
+
+@_parts.register
+def _(values: dict) -> Hashable:
+    return tuple((_value(name), _value(value)) for name, value in values.items())
+
+
+@_parts.register(float)
+@_parts.register(complex)
+def _(number: complex) -> Hashable:
+    return struct.pack("dd", number.real, number.imag)  # 0.0 == -0.0, and NaN != NaN
+
+
+@_parts.register(np.ndarray)
+@_parts.register(np.generic)
+def _(array: Any) -> Hashable:
+    if array.nbytes > _LARGEST or array.dtype.hasobject:
+        raise _UnknownError
+    return array.dtype, array.shape, array.tobytes()
+
+
+@_parts.register
+def _(function: partial) -> Hashable:
+    return _parts((function.func, function.args, function.keywords))
+
+
+@_parts.register
+def _(eqn: JaxprEqn) -> Hashable:  # in a closure of JAX's
+    return _Variables().equation(eqn)
+
+
+@_parts.register(Jaxpr)
+@_parts.register(ClosedJaxpr)
+def _(program: Any) -> Hashable:
+    if program not in _descriptions:
+        variables, jaxpr = _Variables(), getattr(program, "jaxpr", program)
+        inputs = variables.atoms(jaxpr.constvars), variables.atoms(jaxpr.invars)
+        eqns, outputs = tuple(map(variables.equation, jaxpr.eqns)), variables.atoms(jaxpr.outvars)
+        others = jaxpr.effects, jaxpr.debug_info, *getattr(program, "consts", ())
+        _descriptions[program] = *inputs, eqns, outputs, *map(_value, others)
+    return _descriptions[program]
