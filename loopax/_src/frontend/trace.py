@@ -17,7 +17,6 @@ from loopax._src import core
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained
 from loopax._src.core.ir.annotations import without_effects
-from loopax._src.core.jaxpr.recognise import recognised
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.key_reuse import KeyUse, key_use
@@ -311,7 +310,7 @@ def _trace_now(
     )
     first = _trace_first(goes_on, extras, spec) if goes_on is not None and jaxi.runs_eagerly() else None
     values = reject(is_mutable, closed_over), select(is_mutable, closed_over)
-    body, inverse = recognised(body), inverse and recognised(inverse)
+    body, inverse = jaxi.recognised(body), inverse and jaxi.recognised(inverse)
     traced = Traced(body, inverse, *values, **found, names=names, key_use=uses, first=first)
     return traced, [*closed_over, *(first[1] if first else [])]
 
@@ -330,7 +329,7 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
         return go
 
     first, closed_over = jaxi.open_constants(jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals))
-    return (recognised(first), closed_over) if is_pure and not any(map(jaxi.is_reference, closed_over)) else None
+    return (jaxi.recognised(first), closed_over) if is_pure and not any(map(jaxi.is_reference, closed_over)) else None
 
 
 def _trace_back(

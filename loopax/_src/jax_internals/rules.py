@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from loopax._src.jax_internals import one_function
+from loopax._src.jax_internals.recognise import recognised
 from loopax._src.jax_internals.tracing import varying_as_needed
 from loopax._src.jax_internals.types import fits, has_tangents, is_nonzero, zeros
 
@@ -204,6 +205,7 @@ def register(
 
         def unchecked(*arguments: Any, **params: Any) -> Any:  # a program may hold a step twice, to evaluate it again
             is_python = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+            params = {name: recognised(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
             with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
                 return (in_python if is_python else run)(*arguments, **params)
 

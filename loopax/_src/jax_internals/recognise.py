@@ -7,22 +7,23 @@ and the lines of the user's that the equations come from. Functions in parameter
 object. Where anything is not known for certain, programs are not the same.
 """
 
+import os
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial, singledispatch
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax._src import core as _core
+from jax._src import linear_util as _lu
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from loopax._src import jax_internals as jaxi
-from loopax._src.jax_internals import ClosedJaxpr, Literal
-from loopax._src.settings import settings
+from loopax._src.jax_internals.tracing import JAX_FOLDER, LOOPAX_FOLDER, trace_context
 
 # Each program by what it is. Nothing is kept alive: what stands for functions and arrays are weak references, and an
 # entry goes with its program.
@@ -54,7 +55,7 @@ class _Only:
 def recognised(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The first program in use that is the same; this one, if there is none."""
     try:
-        return _programs.setdefault((jaxi.trace_context(), settings(), _value(closed)), closed)
+        return _programs.setdefault((trace_context(), _value(closed)), closed)
     except (_UnknownError, RecursionError):
         return closed
 
@@ -70,7 +71,7 @@ class _Variables(dict[Any, int]):
     def equation(self, eqn: Any) -> Hashable:
         """All of an equation."""
         operands, results = self.atoms(eqn.invars), self.atoms(eqn.outvars)
-        return eqn.primitive, operands, results, _parts(eqn.params), eqn.ctx, jaxi.origin_in_step(eqn)
+        return eqn.primitive, operands, results, _parts(eqn.params), eqn.ctx, _origin_in_step(eqn)
 
 
 def _value(value: Any) -> Hashable:
@@ -81,15 +82,15 @@ def _value(value: Any) -> Hashable:
 
 @singledispatch
 def _parts(value: Any) -> Hashable:
-    if (rule := jaxi.parts_of_rule(value)) is not None:
+    if (rule := _parts_of_rule(value)) is not None:
         return _parts(rule)
     if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
         return _parts(np.asarray(value))
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _OURS:
+    if kind.__eq__ is not object.__eq__ and kind.__module__.partition(".")[0] in _OURS:
         if is_dataclass(value):
             return tuple(_value(getattr(value, field.name)) for field in fields(value))
-        if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+        if kind.__hash__ is not None:
             return value, str(value)  # JAX's, such as shardings; of two trees of static values, 1 == True
     try:
         return _Only(value)
@@ -148,3 +149,41 @@ def _(program: Any) -> Hashable:
         others = jaxpr.effects, jaxpr.debug_info, *getattr(program, "consts", ())
         _descriptions[program] = *inputs, eqns, outputs, *map(_value, others)
     return _descriptions[program]
+
+
+# A function with derivatives of its own hands JAX its rules in closures, which JAX makes for each call: around the rule
+# are functions of JAX, what they are given, and places for what they will find. There is no public way to the rule.
+_JAX, _LOOPAX = (f"{folder}{os.sep}" for folder in (JAX_FOLDER, LOOPAX_FOLDER))
+_FOUND_LATER = (_core.Trace, _core.TraceTag, _lu.Store, _lu.EqualStore)
+
+
+def _parts_of_rule(value: Any) -> list[Any] | None:
+    """What a closure of JAX's is made of, down to a user's functions; None if it is none. Equal parts, equal rules."""
+    if isinstance(value, _lu.WrappedFun):
+        return [value.f, value.params, *((function, *_settled(given)) for function, given in value.transforms)]
+    if not isinstance(value, FunctionType) or not value.__code__.co_filename.startswith(_JAX):
+        return None
+    cells = dict(zip(value.__code__.co_freevars, (x.cell_contents for x in value.__closure__ or ()), strict=True))
+    if value.__qualname__ == "_memoize.<locals>.memoized":
+        cells = {"fn": cells["fn"]}  # without what it remembers
+    return [value.__code__, _settled(cells.values()), value.__defaults__, value.__kwdefaults__]
+
+
+def _settled(parts: Iterable[Any]) -> list[Any]:
+    return [x for x in parts if not isinstance(x, _FOUND_LATER)]
+
+
+def _origin_in_step(eqn: Any) -> tuple[Any, ...]:
+    """The name stack of an equation, and the calls of the user's that led to it from the function that was traced last.
+
+    A call is a code object, and the place of an instruction in it: they are compared much faster than lines are found.
+    """
+    info, calls = eqn.source_info, []
+    codes, places = info.traceback.raw_frames() if info.traceback else ([], [])
+    for code, place in zip(codes, places, strict=True):
+        if code.co_filename.startswith(_LOOPAX):
+            if calls:
+                break
+        elif not code.co_filename.startswith(_JAX):
+            calls.append((code, place))
+    return info.name_stack, tuple(calls)
