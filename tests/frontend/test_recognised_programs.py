@@ -1,0 +1,275 @@
+"""A loop is recognised by what it computes, not by the function that it was given."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import loopax as lx
+from loopax._src.frontend import trace
+from loopax._src.jax_internals import recognise, recognised
+from loopax._src.jax_internals.recognise import ClosedJaxpr
+from tests.fuzz.draw import program
+from tests.fuzz.evaluate import function
+from tests.fuzz.loops import WithLoopax
+
+X = jnp.linspace(0.1, 0.9, 3)
+MLP = eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0), dtype=float)
+
+
+@jax.custom_vjp
+def doubled(x: Any) -> Any:
+    return 2.0 * x
+
+
+doubled.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2.0 * g,))
+
+compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    before = len(compiled)
+    yield
+    assert len(compiled) == before
+
+
+# Each call makes new functions of the same code.
+BODIES: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "a closed-over array": lambda: lambda x: jnp.sin(X * x),
+    "a custom_jvp": lambda: lambda x: jax.nn.relu(x) - 0.1,
+    "a custom_vjp": lambda: lambda x: 0.4 * doubled(x),
+    "a batch of a custom_jvp": lambda: lambda x: MLP(x),
+    "branches": lambda: lambda x: lax.cond(x[0] > 0.5, lambda: 0.9 * x, lambda: 1.1 * x),
+    "branches of loopax": lambda: lambda x: lx.cond(x[0] > 0.5, lambda: 0.9 * x, lambda: 1.1 * x),
+    "an inner loop": lambda: lambda x: lax.fori_loop(0, 2, lambda i, x: 0.9 * x, x),
+    "an inner loop of loopax": lambda: lambda x: lx.fori_loop(0, 2, lambda i, x: 0.9 * x, x),
+    "a checkpoint": lambda: lambda x: jax.checkpoint(lambda x: jnp.sin(x))(x),
+    "a linear solve": lambda: lambda x: jnp.linalg.solve(jnp.eye(3) + 0.1 * x[:, None], x),
+}
+
+
+def looped(body: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: lx.fori_loop(0, 3, lambda i, x: body(x), x).sum()
+
+
+TRANSFORMATIONS = {
+    "value": lambda f: f,
+    "gradient": jax.grad,
+    "batch": lambda f: lambda x: jax.vmap(f)(x[None]),
+    "gradient of a batch": lambda f: jax.grad(lambda x: jax.vmap(f)(x[None]).sum()),
+    "hessian": jax.hessian,
+}
+slow = pytest.mark.slow
+CASES = [(body, "gradient") for body in BODIES] + [("a custom_jvp", name) for name in TRANSFORMATIONS]
+CASES += [("an inner loop of loopax", name) for name in ("value", "gradient of a batch")]
+
+
+@pytest.mark.parametrize(("body", "transformation"), [*dict.fromkeys(CASES)])
+def test_new_functions_of_the_same_code_are_not_compiled_again(body, transformation):
+    run = lambda: TRANSFORMATIONS[transformation](looped(BODIES[body]()))(X)
+    first = run()
+    with nothing_compiled():
+        second = run()
+    np.testing.assert_array_equal(first, second)
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "Checkpointed": lambda: {"kind": lx.Checkpointed(2)},
+    "Reversible": lambda: {"kind": lx.Reversible(lambda i, x: 0.5 * x)},
+    "Truncated": lambda: {"derivative": lx.Truncated(last=2)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_of_other_kinds(options):
+    run = lambda: jax.grad(lambda x: lx.fori_loop(0, 3, lambda i, x: 2.0 * x, x, **OPTIONS[options]()).sum())(X)
+    first = run()
+    with nothing_compiled():
+        np.testing.assert_array_equal(run(), first)
+
+
+def test_values_that_are_closed_over_are_operands():
+    results = []
+    for factor in (X, 2.0 * X):
+        with nothing_compiled() if results else jax.disable_jit(False):
+            results.append(lx.fori_loop(0, 3, lambda i, x: factor * x, X))  # noqa: B023 - called at once
+    np.testing.assert_allclose(results[0], X**4)
+    np.testing.assert_allclose(results[1], 8.0 * X**4)
+
+
+# What makes a difference.
+
+
+def program_of(body: Callable[[Any], Any], *avals: Any) -> ClosedJaxpr:
+    return jax.make_jaxpr(body)(*avals or (X,))
+
+
+def same_line(value: Any) -> Callable[[Any], Any]:
+    """All that it makes are alike but for a value that they close over."""
+    return lambda x: value(x) if callable(value) else x * value
+
+
+def with_rule() -> Any:
+    f = jax.custom_vjp(lambda x: 2.0 * x)
+    f.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2.0 * g,))
+    return f
+
+
+def on_host(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: jax.pure_callback(function, x, x)
+
+
+PAIRS = {
+    "numbers": (same_line(1.0), same_line(1.5)),
+    "signs of zero": (same_line(0.0), same_line(-0.0)),
+    "infinities": (same_line(np.inf), same_line(-np.inf)),
+    "a parameter": (same_line(partial(lax.cumsum, reverse=True)), same_line(partial(lax.cumsum, reverse=False))),
+    "operations": (same_line(lax.sin), same_line(lax.cos)),
+    "rules of derivatives": (same_line(with_rule()), same_line(with_rule())),
+    "functions on the host": (same_line(on_host(np.sin)), same_line(on_host(np.cos))),
+    "names of arguments": (lambda x: jnp.sin(x), lambda y: jnp.sin(y)),
+    "names of scopes": (same_line(jax.named_scope("a")(jnp.sin)), same_line(jax.named_scope("b")(jnp.sin))),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_programs_that_differ(pair):
+    one, other = map(program_of, PAIRS[pair])
+    assert recognised(one) is one
+    assert recognised(other) is other
+
+
+TYPES = [jnp.ones(3), jnp.ones(4), jnp.ones(3, jnp.float32), jnp.ones(3, jnp.int32), jnp.ones((3, 1)), 1.0, np.float64(1)]
+
+
+def test_types_and_weak_types_make_a_difference():
+    body = lambda x: x * 2
+    programs = [program_of(body, x) for x in TYPES]
+    assert [recognised(p) for p in programs] == programs
+    assert [recognised(program_of(body, x)) for x in TYPES] == programs
+
+
+SETTINGS = {
+    "precision": partial(jax.default_matmul_precision, "highest"),
+    "64 bits": lambda: jax.enable_x64(False),
+    "checks": lambda: jax.debug_nans(True),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_jax_make_a_difference(setting):
+    body, x = same_line(lambda x: jnp.sin(x)), jnp.ones(3, jnp.float32)
+    one = recognised(program_of(body, x))
+    with SETTINGS[setting]():
+        other = program_of(body, x)
+        assert recognised(other) is other
+    assert recognised(program_of(body, x)) is one
+
+
+def test_settings_of_loopax_make_a_difference():
+    with lx.configure(memory=2**20):  # from the first one on, JAX knows of the settings
+        pass
+    one = recognised(program_of(same_line(3.0)))
+    with lx.configure(memory=2**20):
+        other = program_of(same_line(3.0))
+        assert recognised(other) is other
+    assert recognised(program_of(same_line(3.0))) is one
+
+
+def test_lines_of_the_user_make_a_difference():
+    """So an error, or `explain`, names the line of the loop that was called."""
+    helpers = [lambda x: jnp.sin(x) * 1.25,
+               lambda x: jnp.sin(x) * 1.25]  # fmt: skip
+    one, other = (program_of(same_line(f)) for f in helpers)
+    assert recognised(one) is one
+    assert recognised(other) is other
+    loops = [lambda x: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x) * 1.25, x),
+             lambda x: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x) * 1.25, x)]  # fmt: skip
+    lines = {lx.explain(f, X).loops[0].source for f in loops}
+    assert len(lines) == 2
+
+
+def changed(closed: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
+    """The program with one thing that is different, for each thing in it."""
+    jaxpr: Any = closed.jaxpr
+    eqns = jaxpr.eqns
+    for k, eqn in enumerate(eqns):
+        others = [eqn.replace(params=eqn.params | {name: "other"}) for name in eqn.params]
+        others += [eqn.replace(primitive=lax.sin_p if eqn.primitive is not lax.sin_p else lax.cos_p)]
+        if len(set(map(str, eqn.invars))) > 1:
+            others.append(eqn.replace(invars=[*eqn.invars[1:], eqn.invars[0]]))
+        if len(eqn.outvars) > 1:
+            others.append(eqn.replace(outvars=[*eqn.outvars[1:], eqn.outvars[0]]))
+        for other in others:
+            yield ClosedJaxpr(jaxpr.replace(eqns=[*eqns[:k], other, *eqns[k + 1 :]]), closed.consts)
+        yield ClosedJaxpr(jaxpr.replace(eqns=[*eqns[:k], *eqns[k + 1 :]]), closed.consts)
+    if len(set(map(id, jaxpr.outvars))) > 1:
+        outvars = [*jaxpr.outvars[1:], jaxpr.outvars[0]]
+        yield ClosedJaxpr(jaxpr.replace(outvars=outvars), closed.consts)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # JAX's own, in 32-bit mode
+@pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=slow) for k in range(20, 500, 20))])
+def test_random_programs_are_taken_for_no_other(first, monkeypatch):
+    """Steps of random programs: each is recognised when it is traced again, and no part of it may be changed."""
+    traced: list[ClosedJaxpr] = []
+
+    def noted(closed: ClosedJaxpr) -> ClosedJaxpr:
+        found = recognised(closed)
+        assert str(found) == str(closed)
+        assert str(found.in_avals) == str(closed.in_avals)
+        traced.append(found)
+        return found
+
+    monkeypatch.setattr(trace.jaxi, "recognised", noted)
+    t, n = jnp.array([0.4, -0.9]), np.int32(3)
+    counts: Counter[bool] = Counter()
+    for number in range(first, first + 20):
+        with jax.enable_x64("d" not in program(number).features):
+            steps = []
+            for _ in range(2):
+                traced.clear()
+                jax.make_jaxpr(function(program(number), WithLoopax()))(t, n)
+                steps.append(list(traced))
+            assert len(steps[0]) == len(steps[1]) > 0
+            for one, again in zip(*steps, strict=True):
+                assert again is one or str(one) == str(again)
+            for step in steps[0]:
+                for other in changed(step):
+                    assert recognised(other) is not step
+    print(counts)
+
+
+def test_nothing_is_kept_alive():
+    """Neither functions and arrays in a program's parameters, nor programs that nobody uses."""
+    jax.clear_caches()
+    gc.collect()
+    before = len(recognise._programs)
+
+    def called() -> list[weakref.ref[Any]]:
+        array = jnp.ones(1000)
+        rule = jax.custom_vjp(lambda x: x * array)
+        rule.defvjp(lambda x: (x * array, None), lambda _, g: (g * array,))
+        jax.grad(lambda x: lx.fori_loop(0, 3, lambda i, x: rule(x), x).sum())(jnp.ones(1000))
+        return [weakref.ref(array), weakref.ref(rule)]
+
+    references = called()
+    assert len(recognise._programs) > before
+    jax.clear_caches()
+    gc.collect()
+    assert [r() for r in references] == [None, None]
+    assert len(recognise._programs) <= before
