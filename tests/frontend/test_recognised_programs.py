@@ -35,9 +35,14 @@ def doubled(x: Any) -> Any:
 doubled.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2.0 * g,))
 
 compiled: list[str] = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
-)
+
+
+def noted(event: str, duration_secs: float, **_: Any) -> None:
+    if event.endswith("backend_compile_duration"):
+        compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(noted)
 
 
 @contextmanager
@@ -52,12 +57,12 @@ BODIES: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "a closed-over array": lambda: lambda x: jnp.sin(X * x),
     "a custom_jvp": lambda: lambda x: jax.nn.relu(x) - 0.1,
     "a custom_vjp": lambda: lambda x: 0.4 * doubled(x),
-    "a batch of a custom_jvp": lambda: lambda x: MLP(x),
+    "a batch of a custom_jvp": lambda: lambda x: MLP(x) + 0.0,
     "branches": lambda: lambda x: lax.cond(x[0] > 0.5, lambda: 0.9 * x, lambda: 1.1 * x),
     "branches of loopax": lambda: lambda x: lx.cond(x[0] > 0.5, lambda: 0.9 * x, lambda: 1.1 * x),
     "an inner loop": lambda: lambda x: lax.fori_loop(0, 2, lambda i, x: 0.9 * x, x),
     "an inner loop of loopax": lambda: lambda x: lx.fori_loop(0, 2, lambda i, x: 0.9 * x, x),
-    "a checkpoint": lambda: lambda x: jax.checkpoint(lambda x: jnp.sin(x))(x),
+    "a checkpoint": lambda: lambda x: jax.checkpoint(lambda x: jnp.sin(2.0 * x))(x),
     "a linear solve": lambda: lambda x: jnp.linalg.solve(jnp.eye(3) + 0.1 * x[:, None], x),
 }
 
@@ -141,7 +146,7 @@ PAIRS = {
     "operations": (same_line(lax.sin), same_line(lax.cos)),
     "rules of derivatives": (same_line(with_rule()), same_line(with_rule())),
     "functions on the host": (same_line(on_host(np.sin)), same_line(on_host(np.cos))),
-    "names of arguments": (lambda x: jnp.sin(x), lambda y: jnp.sin(y)),
+    "names of arguments": (lambda x: jnp.sin(2.0 * x), lambda y: jnp.sin(2.0 * y)),
     "names of scopes": (same_line(jax.named_scope("a")(jnp.sin)), same_line(jax.named_scope("b")(jnp.sin))),
 }
 
@@ -153,7 +158,8 @@ def test_programs_that_differ(pair):
     assert recognised(other) is other
 
 
-TYPES = [jnp.ones(3), jnp.ones(4), jnp.ones(3, jnp.float32), jnp.ones(3, jnp.int32), jnp.ones((3, 1)), 1.0, np.float64(1)]
+TYPES = [jnp.ones(3), jnp.ones(4), jnp.ones(3, jnp.float32), jnp.ones(3, jnp.int32), jnp.ones((3, 1))]
+TYPES += [1.0, np.float64(1)]  # weak, and not
 
 
 def test_types_and_weak_types_make_a_difference():
@@ -172,7 +178,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_jax_make_a_difference(setting):
-    body, x = same_line(lambda x: jnp.sin(x)), jnp.ones(3, jnp.float32)
+    body, x = same_line(jnp.sin), jnp.ones(3, jnp.float32)
     one = recognised(program_of(body, x))
     with SETTINGS[setting]():
         other = program_of(body, x)
@@ -246,12 +252,12 @@ def test_random_programs_are_taken_for_no_other(first, monkeypatch):
                 jax.make_jaxpr(function(program(number), WithLoopax()))(t, n)
                 steps.append(list(traced))
             assert len(steps[0]) == len(steps[1]) > 0
-            for one, again in zip(*steps, strict=True):
-                assert again is one or str(one) == str(again)
+            counts.update(again is one for one, again in zip(*steps, strict=True))
             for step in steps[0]:
                 for other in changed(step):
                     assert recognised(other) is not step
-    print(counts)
+    # Not those with functions in parameters that are made anew for each program.
+    assert counts[True] > 3 * counts[False]
 
 
 def test_nothing_is_kept_alive():
