@@ -9,7 +9,7 @@ object. Where anything is not known for certain, programs are not the same.
 
 import os
 import struct
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial, singledispatch
@@ -28,7 +28,6 @@ from loopax._src.jax_internals.tracing import JAX_FOLDER, LOOPAX_FOLDER, trace_c
 # Each program by what it is. Nothing is kept alive: what stands for functions and arrays are weak references, and an
 # entry goes with its program.
 _programs: WeakValueDictionary[Hashable, ClosedJaxpr] = WeakValueDictionary()
-_descriptions: WeakKeyDictionary[Any, Hashable] = WeakKeyDictionary()
 
 _EXACT = (bool, int, str, bytes, type(None), Enum, np.dtype, CodeType)
 _OURS = ("jax", "jaxlib", "loopax")  # packages whose values are equal if they mean the same
@@ -50,6 +49,26 @@ class _Only:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Only) and (value := self.value()) is not None and value is other.value()
+
+
+class _Token:
+    """It stands for a description, and is compared and hashed faster. Equal descriptions have the same."""
+
+
+# Of programs, and of JAX's closures, which hold each other in several places.
+_tokens: WeakValueDictionary[Hashable, _Token] = WeakValueDictionary()
+_described: WeakKeyDictionary[Any, _Token] = WeakKeyDictionary()
+
+
+def _once(describe: Callable[[Any], Hashable]) -> Callable[[Any], _Token]:
+    """The token of what describes an object that does not change."""
+
+    def token(value: Any) -> _Token:
+        if value not in _described:
+            _described[value] = _tokens.setdefault(describe(value), _Token())
+        return _described[value]
+
+    return token
 
 
 def recognised(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -82,8 +101,6 @@ def _value(value: Any) -> Hashable:
 
 @singledispatch
 def _parts(value: Any) -> Hashable:
-    if (rule := _parts_of_rule(value)) is not None:
-        return _parts(rule)
     if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
         return _parts(np.asarray(value))
     kind = type(value)
@@ -141,14 +158,13 @@ def _(eqn: JaxprEqn) -> Hashable:  # in a closure of JAX's
 
 @_parts.register(Jaxpr)
 @_parts.register(ClosedJaxpr)
+@_once
 def _(program: Any) -> Hashable:
-    if program not in _descriptions:
-        variables, jaxpr = _Variables(), getattr(program, "jaxpr", program)
-        inputs = variables.atoms(jaxpr.constvars), variables.atoms(jaxpr.invars)
-        eqns, outputs = tuple(map(variables.equation, jaxpr.eqns)), variables.atoms(jaxpr.outvars)
-        others = jaxpr.effects, jaxpr.debug_info, *getattr(program, "consts", ())
-        _descriptions[program] = *inputs, eqns, outputs, *map(_value, others)
-    return _descriptions[program]
+    variables, jaxpr = _Variables(), getattr(program, "jaxpr", program)
+    inputs = variables.atoms(jaxpr.constvars), variables.atoms(jaxpr.invars)
+    eqns, outputs = tuple(map(variables.equation, jaxpr.eqns)), variables.atoms(jaxpr.outvars)
+    others = jaxpr.effects, jaxpr.debug_info, *getattr(program, "consts", ())
+    return *inputs, eqns, outputs, *map(_value, others)
 
 
 # A function with derivatives of its own hands JAX its rules in closures, which JAX makes for each call: around the rule
@@ -157,16 +173,24 @@ _JAX, _LOOPAX = (f"{folder}{os.sep}" for folder in (JAX_FOLDER, LOOPAX_FOLDER))
 _FOUND_LATER = (_core.Trace, _core.TraceTag, _lu.Store, _lu.EqualStore)
 
 
-def _parts_of_rule(value: Any) -> list[Any] | None:
-    """What a closure of JAX's is made of, down to a user's functions; None if it is none. Equal parts, equal rules."""
-    if isinstance(value, _lu.WrappedFun):
-        return [value.f, value.params, *((function, *_settled(given)) for function, given in value.transforms)]
-    if not isinstance(value, FunctionType) or not value.__code__.co_filename.startswith(_JAX):
-        return None
-    cells = dict(zip(value.__code__.co_freevars, (x.cell_contents for x in value.__closure__ or ()), strict=True))
-    if value.__qualname__ == "_memoize.<locals>.memoized":
+@_parts.register
+def _(rule: _lu.WrappedFun) -> Hashable:
+    return _parts([rule.f, rule.params, *((function, *_settled(given)) for function, given in rule.transforms)])
+
+
+@_parts.register
+def _(function: FunctionType) -> Hashable:
+    return _closure(function) if function.__code__.co_filename.startswith(_JAX) else _Only(function)
+
+
+@_once
+def _closure(function: Any) -> Hashable:
+    """A function of JAX."""
+    code = function.__code__
+    cells = dict(zip(code.co_freevars, (x.cell_contents for x in function.__closure__ or ()), strict=True))
+    if function.__qualname__ == "_memoize.<locals>.memoized":
         cells = {"fn": cells["fn"]}  # without what it remembers
-    return [value.__code__, _settled(cells.values()), value.__defaults__, value.__kwdefaults__]
+    return _parts([code, _settled(cells.values()), function.__defaults__, function.__kwdefaults__])
 
 
 def _settled(parts: Iterable[Any]) -> list[Any]:
