@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import loopax as lx
-from loopax._src.core.jaxpr.cost import without_recomputed
+from loopax._src import jax_internals as jaxi
+from loopax._src.core.jaxpr.cost import classified, without_recomputed
 from loopax._src.jax_internals import Literal, jaxpr_as_fun
 from tests.support.reference import assert_close
 
@@ -69,3 +70,18 @@ KINDS = [lx.Checkpointed(3), lx.Checkpointed(), lx.Auto()]
 def test_gradients_of_steps_with_constants(loop, kind):
     f = lambda x: loop(kind, lax.scan, x)
     assert_close(jax.grad(f)(X), jax.grad(expected)(X))
+
+
+def test_few_looks_at_a_program_with_many_residuals(monkeypatch):
+    """All but one of fifty constants can be computed before the loop: that one may not end."""
+
+    def known(row, w, x):
+        endless = lax.while_loop(lambda y: y < w[0], lambda y: y + w[1], w[2])
+        return [x * w[0], *(jnp.sin(w[k % 3]) * k for k in range(25)), endless, *(jnp.cos(w[0]) * k for k in range(25))]
+
+    closed = jax.make_jaxpr(known)(jnp.int32(0), jnp.ones(3), jnp.ones(()))
+    looks, dce = [], jaxi.dce
+    monkeypatch.setattr(jaxi, "dce", lambda *arguments: looks.append(0) or dce(*arguments))
+    residuals = classified(closed, [1, 1, 0], range(1, 52))
+    assert [r.hoisted for r in residuals] == [True] * 25 + [False] + [True] * 25
+    assert len(looks) < 15

@@ -132,18 +132,34 @@ def classified(
     """
     num_consts, num_carry, num_xs = sizes
     first_x = 1 + num_consts + num_carry
-    xs, found = known.invars[first_x : first_x + num_xs], []
-    for position in positions:
-        is_hoisted = all(0 < i <= num_consts for i in members(dependence(known)[position]))
-        if is_hoisted:
-            program, used = jaxi.dce(known, [p == position for p in range(len(known.out_avals))], False)
-            # An equation may be all or nothing: what depends on constants alone may need other inputs to be computed.
-            needs_others = used[0] or any(used[1 + num_consts :])
-            # A loop may take no step. What is hoisted is computed all the same: it must end, without effects.
-            is_hoisted = not needs_others and (not program.eqns if at_most_once else always_ends(program))
-        row = next((i for i, variable in enumerate(xs) if variable is known.outvars[position]), None)
-        found.append(Residual(is_hoisted, None if is_hoisted else row, position))
-    return found
+    rows = {variable: i for i, variable in enumerate(known.invars[first_x : first_x + num_xs])}
+    of_consts = [p for p in positions if all(0 < i <= num_consts for i in members(dependence(known)[p]))]
+    if at_most_once:
+        computed = {variable for eqn in known.eqns for variable in eqn.outvars}
+        hoisted = {p for p in of_consts if known.outvars[p] not in computed}
+    else:
+        hoisted = set(_computed_before(known, num_consts, of_consts))
+    forwarded = [None if isinstance(known.outvars[p], Literal) else rows.get(known.outvars[p]) for p in positions]
+    pairs = zip(positions, forwarded, strict=True)
+    return [Residual(p in hoisted, None if p in hoisted else row, p) for p, row in pairs]
+
+
+def _computed_before(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) -> list[int]:
+    """Those of these outputs that can be computed before the loop. Each depends on constants alone.
+
+    An equation may be all or nothing: what depends on constants alone may need other inputs to be computed. And a loop
+    may take no step. What is hoisted is computed all the same: it must end, without effects.
+    """
+    if not positions:
+        return []
+    wanted = set(positions)
+    program, used = jaxi.dce(known, [p in wanted for p in range(len(known.out_avals))], False)
+    if not used[0] and not any(used[1 + num_consts :]) and always_ends(program):
+        return list(positions)
+    if len(positions) == 1:
+        return []
+    half = len(positions) // 2
+    return [p for part in (positions[:half], positions[half:]) for p in _computed_before(known, num_consts, part)]
 
 
 def hoisted_part(known: ClosedJaxpr, num_consts: int, positions: Sequence[int]) -> ClosedJaxpr | None:

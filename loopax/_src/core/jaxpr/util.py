@@ -261,13 +261,19 @@ def rewriting(equation: Callable[[Any], Any]) -> Callable[[ClosedJaxpr], ClosedJ
     return lambda closed: new(closed) or closed
 
 
+@weakly_cached
+def _makers(closed: ClosedJaxpr) -> dict[Any, tuple[Any, int]]:
+    """The equation of which each variable is a result, and which one."""
+    return {variable: (eqn, i) for eqn in closed.eqns for i, variable in enumerate(eqn.outvars)}
+
+
 def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
     """The variable of which this one is a copy, looking through calls without derivatives of their own."""
-    for eqn in closed.eqns:
-        position = next((i for i, out in enumerate(eqn.outvars) if out is variable), None)
-        inner = jaxi.inlinable(eqn)
-        if position is None or inner is None:
-            continue
+    if isinstance(variable, Literal) or variable not in _makers(closed):
+        return variable
+    eqn, position = _makers(closed)[variable]
+    inner = jaxi.inlinable(eqn)
+    if inner is not None:
         source = forwarded_from(inner, inner.outvars[position])
         for argument, outer in zip(inner.invars, eqn.invars, strict=True):
             if argument is source:
