@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+import loopax as lx
 from loopax._command import copies, cores, selftest
 from loopax._command import installed as versions
 from loopax._command.table import show_table
@@ -106,6 +108,22 @@ def lapack_threads() -> Setting:
     return Setting(name, f"{late:.0f} ms late", note)
 
 
+def compile_time() -> Setting:
+    """How long XLA takes for a small gradient here, beside that of `jax.lax`."""
+
+    def seconds(scan: Callable[..., Any]) -> float:
+        loss = lambda x: scan(lambda x, _: (jnp.sin(x), None), x, None, length=1000)[0].sum()
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            jax.jit(jax.grad(partial(loss))).lower(jnp.ones(8)).compile()  # a new function, which is compiled again
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    ours, theirs = seconds(lx.scan), seconds(jax.lax.scan)
+    return Setting("compile time", f"{ours:.2f} s", f"for the gradient of a small scan; with jax.lax {theirs:.2f} s")
+
+
 def run(_arguments: argparse.Namespace) -> int:
     """Look at everything; the exit code is 1 if something fails, else 0."""
     start = time.perf_counter()
@@ -114,7 +132,7 @@ def run(_arguments: argparse.Namespace) -> int:
     show_table("Versions", ["package", "version", "supported", "extra", ""], rows)
     failed = [package.name for package in packages if package.fails]
     # Settings cannot fail, but that JAX finds no device, which is an error of its own.
-    show_table("Devices and settings", ["setting", "value", ""], [*settings(), lapack_threads()])
+    show_table("Devices and settings", ["setting", "value", ""], [*settings(), compile_time(), lapack_threads()])
     checks = selftest.checks()
     results = list(zip(checks, _each("self-test", selftest.run, checks), strict=True))
     rows = [[check.name, f"FAILS: {error}" if error else "ok"] for check, error in results]
