@@ -159,6 +159,17 @@ def test_programs_that_differ(pair):
     assert recognised(other) is other
 
 
+NANS = np.array([0x7FF8000000000001, 0x7FF8000000000002]).view(float).tolist()
+VALUES = [(1, 1.0), (1, True), (0.0, -0.0), NANS, ((1,), [1]), (np.float32(1), np.float64(1)), (jnp.sin, jnp.cos)]
+VALUES += [(partial(jnp.sum, axis=0), partial(jnp.sum, axis=1)), ({"a": 1}, {"b": 1}), (np.ones(3), np.ones((3, 1)))]
+
+
+@pytest.mark.parametrize(("one", "other"), VALUES)
+def test_parameters_that_differ(one, other):
+    assert recognise._value(one) == recognise._value(one)
+    assert recognise._value(one) != recognise._value(other)
+
+
 TYPES = [jnp.ones(3), jnp.ones(4), jnp.ones(3, jnp.float32), jnp.ones(3, jnp.int32), jnp.ones((3, 1))]
 TYPES += [1.0, np.float64(1)]  # weak, and not
 
