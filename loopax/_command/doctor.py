@@ -112,7 +112,9 @@ def compile_time() -> Setting:
     """How long XLA takes for a small gradient here, beside that of `jax.lax`."""
 
     def seconds(scan: Callable[..., Any]) -> float:
-        loss = lambda x: scan(lambda x, _: (jnp.sin(x), None), x, None, length=1000)[0].sum()
+        def loss(x: Any) -> Any:
+            return scan(lambda x, _: (jnp.sin(x), None), x, None, length=1000)[0].sum()
+
         times = []
         for _ in range(3):
             start = time.perf_counter()

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from loopax._src import settings
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, for_all_threads
 from loopax._src.pytrees.static import Why, positive_int
 from loopax._src.settings import Costs
 
@@ -65,18 +65,18 @@ class configure:  # noqa: N801 - called as a function
 
     @api_boundary
     def __init__(self, *, memory: int = _AS_IT_IS, calibration: str | os.PathLike[str] | None = _AS_IT_IS) -> None:
-        self._before, self._settings = settings.context().get_global(), settings.context().value
+        self._before, self._settings = for_all_threads(settings.context()).get_global(), settings.context().value
         if memory is not _AS_IT_IS:
             self._settings = self._settings._replace(
                 memory=positive_int("configure(memory=...)", memory, "bytes", _MEMORY)
             )
         if calibration is not _AS_IT_IS:
             self._settings = self._settings._replace(costs=Costs() if calibration is None else read(calibration))
-        settings.context().set_global(self._settings)
+        for_all_threads(settings.context()).set_global(self._settings)
 
     def __enter__(self) -> None:
         """Set for this thread alone, until the end of the block."""
-        settings.context().set_global(self._before)
+        for_all_threads(settings.context()).set_global(self._before)
         self._context = settings.context()(self._settings)
         self._context.__enter__()
 

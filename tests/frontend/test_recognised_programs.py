@@ -1,6 +1,7 @@
 """A loop is recognised by what it computes, not by the function that it was given."""
 
 import gc
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -249,7 +250,8 @@ def test_random_programs_are_taken_for_no_other(first, monkeypatch):
 
     def noted(closed: ClosedJaxpr) -> ClosedJaxpr:
         found = recognised(closed)
-        assert str(found) == str(closed)
+        text, other = (re.sub("0x[0-9a-f]+", "", str(x)) for x in (found, closed))  # without addresses
+        assert text == other
         assert str(found.in_avals) == str(closed.in_avals)
         traced.append(found)
         return found

@@ -193,6 +193,11 @@ def varying_as_needed(function: Callable[..., Any]) -> Callable[..., Any]:
     return marking
 
 
+def for_all_threads(context: Any) -> Any:
+    """What gets and sets the value of a `jax.make_user_context` for all threads. JAX 0.10.0 has no public way."""
+    return context if hasattr(context, "set_global") else context._obj
+
+
 # The configuration under which a function is traced (`jax_enable_x64` and the like).
 trace_context = _config.trace_context
 # A token that differs between traces: tells whether a tracer may be handed to an outer function. Public only under
