@@ -34,10 +34,6 @@ _OURS = ("jax", "jaxlib", "loopax")  # packages whose values are equal if they m
 _LARGEST = 2**16  # bytes of an array in a parameter that is compared number by number
 
 
-class _UnknownError(Exception):
-    """It is not known what a parameter is equal to."""
-
-
 class _Only:
     """An object that is equal to no other; it is not kept alive."""
 
@@ -75,7 +71,7 @@ def recognised(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The first program in use that is the same; this one, if there is none."""
     try:
         return _programs.setdefault((trace_context(), _value(closed)), closed)
-    except (_UnknownError, RecursionError):
+    except (TypeError, RecursionError):  # also of what cannot be hashed
         return closed
 
 
@@ -101,18 +97,17 @@ def _value(value: Any) -> Hashable:
 
 @singledispatch
 def _parts(value: Any) -> Hashable:
-    if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
-        return _parts(np.asarray(value))
     kind = type(value)
-    if kind.__eq__ is not object.__eq__ and kind.__module__.partition(".")[0] in _OURS:
+    if kind.__module__.partition(".")[0] in _OURS and not isinstance(value, jax.Array):
+        if hasattr(kind, "__array__"):  # a literal
+            return _parts(np.asarray(value))
+        if kind.__eq__ is object.__eq__:
+            return _Only(value)
         if is_dataclass(value):
             return tuple(_value(getattr(value, field.name)) for field in fields(value))
         if kind.__hash__ is not None:
             return value, str(value)  # JAX's, such as shardings; of two trees of static values, 1 == True
-    try:
-        return _Only(value)
-    except TypeError:  # there are no weak references to it
-        raise _UnknownError from None
+    return _Only(value)  # raises `TypeError` where there are no weak references to it
 
 
 @_parts.register(tuple)
@@ -142,7 +137,7 @@ def _(number: complex) -> Hashable:
 @_parts.register(np.generic)
 def _(array: Any) -> Hashable:
     if array.nbytes > _LARGEST or array.dtype.hasobject:
-        raise _UnknownError
+        raise TypeError("too large to be compared")
     return array.dtype, array.shape, array.tobytes()
 
 
@@ -187,7 +182,10 @@ def _(function: FunctionType) -> Hashable:
 def _closure(function: Any) -> Hashable:
     """A function of JAX."""
     code = function.__code__
-    cells = dict(zip(code.co_freevars, (x.cell_contents for x in function.__closure__ or ()), strict=True))
+    try:
+        cells = dict(zip(code.co_freevars, (x.cell_contents for x in function.__closure__ or ()), strict=True))
+    except ValueError:  # a cell is empty
+        return _Only(function)
     if function.__qualname__ == "_memoize.<locals>.memoized":
         cells = {"fn": cells["fn"]}  # without what it remembers
     return _parts([code, _settled(cells.values()), function.__defaults__, function.__kwdefaults__])
