@@ -160,9 +160,86 @@ def test_programs_that_differ(pair):
     assert recognised(other) is other
 
 
+# What is the user's own.
+
+
+def once(body: Callable[[Any], Any], x: Any = X) -> float:
+    return float(lx.fori_loop(0, 3, lambda i, x: body(x), x).sum())
+
+
+def test_callbacks_with_containers_of_their_own():
+    logs: list[list[float]] = [[], []]
+    for log in logs:
+        add = partial(lambda log, x: log.append(float(x)), log)
+        lx.fori_loop(0, 2, lambda i, x: (jax.debug.callback(add, x), x + 1.0)[1], 0.0)  # noqa: B023 - called at once
+        jax.effects_barrier()
+    assert logs == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def test_objects_that_seem_equal():
+    class Scale(str):
+        factor: float
+
+        def __call__(self, x):
+            return np.asarray(x * self.factor)
+
+    found = []
+    for factor in (2.0, 3.0):
+        scale = Scale("scale")
+        scale.factor = factor
+        found.append(once(lambda x: jax.pure_callback(scale, x, x), jnp.ones(())))  # noqa: B023
+    assert found == [8.0, 27.0]
+
+
+def test_static_values_that_seem_equal():
+    class Factor:
+        def __init__(self, value):
+            self.value = value
+
+        def __eq__(self, other):
+            return isinstance(other, Factor)
+
+        def __hash__(self):
+            return 1
+
+        def __repr__(self):
+            return "Factor"
+
+    class Scale(eqx.Module):
+        weight: Any
+        factor: Any = eqx.field(static=True)
+
+    times = lambda scale, x: np.asarray(scale.weight * scale.factor.value * x)
+    scales = [Scale(jnp.ones(()), Factor(value)) for value in (2.0, 3.0)]
+    found = [once(lambda x, s=s: jax.pure_callback(times, x, s, x), jnp.ones(())) for s in scales]
+    assert found == [8.0, 27.0]
+
+
+def test_arrays_of_numpy_that_change():
+    array = np.array([2.0])
+    run = lambda: once(jax.jit(lambda x: (x * array).sum()), jnp.ones(()))
+    found = [run()]
+    array[:] = 3.0
+    assert [*found, run()] == [8.0, 27.0]
+
+
+def test_the_same_code_in_two_files():
+    source = "import jax.numpy as jnp\nhelper = lambda x: jnp.sin(2.0 * x)"
+    programs = []
+    for file in ("one.py", "two.py"):
+        names: dict[str, Any] = {}
+        exec(compile(source, file, "exec"), names)
+        programs.append(program_of(same_line(names["helper"])))
+    assert [recognised(p) for p in programs] == programs
+
+
 NANS = np.array([0x7FF8000000000001, 0x7FF8000000000002]).view(float).tolist()
 VALUES = [(1, 1.0), (1, True), (0.0, -0.0), NANS, ((1,), [1]), (np.float32(1), np.float64(1)), (jnp.sin, jnp.cos)]
-VALUES += [(partial(jnp.sum, axis=0), partial(jnp.sum, axis=1)), ({"a": 1}, {"b": 1}), (np.ones(3), np.ones((3, 1)))]
+VALUES += [(partial(jnp.sum, axis=0), partial(jnp.sum, axis=0)), ({"a": 1}, {"b": 1}), (jnp.ones(3), jnp.ones(3))]
+VALUES += [
+    (jax.tree.structure({"a": 1}), jax.tree.structure({"b": 1})),
+    (jax.tree.structure(None), jax.tree.structure(1)),
+]
 
 
 @pytest.mark.parametrize(("one", "other"), VALUES)

@@ -3,8 +3,9 @@
 Caches ask whether a program is the same object: those of the rules here, and JAX's own of compiled programs. But a
 lambda is a new function each time that its line is run, and a program traced from it a new object. So the program of a
 step is compared with those that are in use: equation by equation, with all parameters, types, literals and settings,
-and the lines of the user's that the equations come from. Functions in parameters are the same only if they are one
-object. Where anything is not known for certain, programs are not the same.
+and the lines of the user's that the equations come from. What else is the user's in parameters is the same only if it
+is one object: functions, arrays, objects whose class may have an equality of its own. Where anything is not known for
+certain, programs are not the same.
 """
 
 import os
@@ -12,8 +13,8 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial, singledispatch
-from types import CodeType, FunctionType
+from functools import singledispatch
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -22,6 +23,8 @@ import numpy as np
 from jax._src import core as _core
 from jax._src import linear_util as _lu
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
+from jax.tree_util import PyTreeDef
 
 from loopax._src.jax_internals.tracing import JAX_FOLDER, LOOPAX_FOLDER, trace_context
 
@@ -29,9 +32,10 @@ from loopax._src.jax_internals.tracing import JAX_FOLDER, LOOPAX_FOLDER, trace_c
 # entry goes with its program.
 _programs: WeakValueDictionary[Hashable, ClosedJaxpr] = WeakValueDictionary()
 
-_EXACT = (bool, int, str, bytes, type(None), Enum, np.dtype, CodeType)
-_OURS = ("jax", "jaxlib", "loopax")  # packages whose values are equal if they mean the same
-_LARGEST = 2**16  # bytes of an array in a parameter that is compared number by number
+_EXACT = (bool, int, str, bytes, type(None), object)
+_OURS = ("builtins", "jax", "jaxlib", "loopax", "numpy")  # packages whose values are equal if they mean the same
+_BY_VALUE = (_core.AbstractValue, _core.Effect, AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
+_CONTAINERS = (tuple, list, dict, type(None))
 
 
 class _Only:
@@ -80,8 +84,10 @@ class _Variables(dict[Any, int]):
 
     def atoms(self, atoms: Sequence[Any]) -> Hashable:
         """Variables and literals, with their types."""
-        number = lambda x: _value(x.val) if isinstance(x, Literal) else self.setdefault(x, len(self))  # noqa: E731
-        return tuple((number(x), x.aval) for x in atoms)
+        literal = lambda x: (type(x.val), np.asarray(x.val).tobytes())  # noqa: E731
+        return tuple(
+            (literal(x) if isinstance(x, Literal) else self.setdefault(x, len(self)), _value(x.aval)) for x in atoms
+        )
 
     def equation(self, eqn: Any) -> Hashable:
         """All of an equation."""
@@ -92,22 +98,22 @@ class _Variables(dict[Any, int]):
 def _value(value: Any) -> Hashable:
     """What a parameter is: equal for two of them only if they are the same in everything."""
     kind = type(value)
-    return kind, value if isinstance(value, _EXACT) or kind is object else _parts(value)
+    if kind in _EXACT or isinstance(value, Enum):
+        return kind, value
+    is_ours = kind.__module__.partition(".")[0] in _OURS
+    return (kind, _parts(value)) if is_ours and not isinstance(value, jax.Array) else _Only(value)
 
 
 @singledispatch
 def _parts(value: Any) -> Hashable:
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _OURS and not isinstance(value, jax.Array):
-        if hasattr(kind, "__array__"):  # a literal
-            return _parts(np.asarray(value))
-        if kind.__eq__ is object.__eq__:
-            return _Only(value)
-        if is_dataclass(value):
-            return tuple(_value(getattr(value, field.name)) for field in fields(value))
-        if kind.__hash__ is not None:
-            return value, str(value)  # JAX's, such as shardings; of two trees of static values, 1 == True
-    return _Only(value)  # raises `TypeError` where there are no weak references to it
+    if kind.__eq__ is object.__eq__ or callable(value):
+        return _Only(value)  # raises `TypeError` where there are no weak references to it
+    if is_dataclass(value):
+        return tuple(_value(getattr(value, field.name)) for field in fields(value))
+    if not isinstance(value, _BY_VALUE):
+        raise TypeError("not to be compared")
+    return value
 
 
 @_parts.register(tuple)
@@ -133,17 +139,17 @@ def _(number: complex) -> Hashable:
     return struct.pack("dd", number.real, number.imag)  # 0.0 == -0.0, and NaN != NaN
 
 
-@_parts.register(np.ndarray)
-@_parts.register(np.generic)
-def _(array: Any) -> Hashable:
-    if array.nbytes > _LARGEST or array.dtype.hasobject:
-        raise TypeError("too large to be compared")
-    return array.dtype, array.shape, array.tobytes()
-
-
 @_parts.register
-def _(function: partial) -> Hashable:
-    return _parts((function.func, function.args, function.keywords))
+def _(number: np.generic) -> Hashable:
+    return number.dtype, number.tobytes()
+
+
+@_parts.register(PyTreeDef)
+def _(tree: Any) -> Hashable:
+    kind, data = tree.node_data() or (None, None)
+    if kind is not None and kind not in _CONTAINERS:  # it may hold static values of the user's
+        raise TypeError("not to be compared")
+    return kind, _value(data), tuple(map(_parts, tree.children()))
 
 
 @_parts.register
@@ -188,7 +194,7 @@ def _closure(function: Any) -> Hashable:
         return _Only(function)
     if function.__qualname__ == "_memoize.<locals>.memoized":
         cells = {"fn": cells["fn"]}  # without what it remembers
-    return _parts([code, _settled(cells.values()), function.__defaults__, function.__kwdefaults__])
+    return code.co_filename, code, _parts([_settled(cells.values()), function.__defaults__, function.__kwdefaults__])
 
 
 def _settled(parts: Iterable[Any]) -> list[Any]:
@@ -207,5 +213,5 @@ def _origin_in_step(eqn: Any) -> tuple[Any, ...]:
             if calls:
                 break
         elif not code.co_filename.startswith(_JAX):
-            calls.append((code, place))
+            calls.append((code.co_filename, code, place))
     return info.name_stack, tuple(calls)
