@@ -35,6 +35,7 @@ _programs: WeakValueDictionary[Hashable, ClosedJaxpr] = WeakValueDictionary()
 _EXACT = (bool, int, str, bytes, type(None), object)
 _OURS = ("builtins", "jax", "jaxlib", "loopax", "numpy")  # packages whose values are equal if they mean the same
 _BY_VALUE = (_core.AbstractValue, _core.Effect, AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
+_REMEMBERED = ("_len", "_hash", "_hashable")  # of such a parameter
 _CONTAINERS = (tuple, list, dict, type(None))
 
 
@@ -111,6 +112,8 @@ def _parts(value: Any) -> Hashable:
         return _Only(value)  # raises `TypeError` where there are no weak references to it
     if is_dataclass(value):
         return tuple(_value(getattr(value, field.name)) for field in fields(value))
+    if kind.__module__ == "jax._src.flattree":  # parameters of `scan` from JAX 0.12 on
+        return _parts({name: x for name, x in vars(value).items() if name not in _REMEMBERED})
     if not isinstance(value, _BY_VALUE):
         raise TypeError("not to be compared")
     return value
