@@ -85,3 +85,10 @@ def test_few_looks_at_a_program_with_many_residuals(monkeypatch):
     residuals = classified(closed, [1, 1, 0], range(1, 52))
     assert [r.hoisted for r in residuals] == [True] * 25 + [False] + [True] * 25
     assert len(looks) < 15
+
+
+@pytest.mark.parametrize("at_most_once", [False, True])
+def test_residuals_that_are_numbers(at_most_once):
+    closed = jax.make_jaxpr(lambda row, w, x: (x * w, 2.0, w, jnp.sin(w)))(jnp.int32(0), 3.0, 1.0)
+    residuals = classified(closed, [1, 1, 0], [1, 2, 3], at_most_once)
+    assert [r.hoisted for r in residuals] == [True, True, not at_most_once]

@@ -134,12 +134,13 @@ def classified(
     first_x = 1 + num_consts + num_carry
     rows = {variable: i for i, variable in enumerate(known.invars[first_x : first_x + num_xs])}
     of_consts = [p for p in positions if all(0 < i <= num_consts for i in members(dependence(known)[p]))]
+    literals = {p for p in positions if isinstance(known.outvars[p], Literal)}
     if at_most_once:
         computed = {variable for eqn in known.eqns for variable in eqn.outvars}
-        hoisted = {p for p in of_consts if known.outvars[p] not in computed}
+        hoisted = {p for p in of_consts if p in literals or known.outvars[p] not in computed}
     else:
         hoisted = set(_computed_before(known, num_consts, of_consts))
-    forwarded = [None if isinstance(known.outvars[p], Literal) else rows.get(known.outvars[p]) for p in positions]
+    forwarded = [None if p in literals else rows.get(known.outvars[p]) for p in positions]
     pairs = zip(positions, forwarded, strict=True)
     return [Residual(p in hoisted, None if p in hoisted else row, p) for p, row in pairs]
 
