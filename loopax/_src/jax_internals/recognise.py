@@ -35,7 +35,7 @@ _programs: WeakValueDictionary[Hashable, ClosedJaxpr] = WeakValueDictionary()
 _EXACT = (bool, int, str, bytes, type(None), object)
 _OURS = ("builtins", "jax", "jaxlib", "loopax", "numpy")  # packages whose values are equal if they mean the same
 _BY_VALUE = (_core.AbstractValue, _core.Effect, AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
-_REMEMBERED = ("_len", "_hash", "_hashable")  # of such a parameter
+_REMEMBERED = ("_len", "_hash", "_hashable")  # what parameters of `scan` compute of themselves
 _CONTAINERS = (tuple, list, dict, type(None))
 
 

@@ -205,7 +205,8 @@ def register(
 
         def unchecked(*arguments: Any, **params: Any) -> Any:  # a program may hold a step twice, to evaluate it again
             is_python = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-            params = {name: recognised(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
+            if not is_python:
+                params = {name: recognised(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
             with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
                 return (in_python if is_python else run)(*arguments, **params)
 

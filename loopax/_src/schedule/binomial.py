@@ -65,13 +65,13 @@ class Division(NamedTuple):
 
     def is_too_low(self, num_steps: Any, slots: Any) -> Any:
         """Whether r is too low for so many steps; never with one slot, where it counts for nothing."""
-        num_steps, slots = unsigned(num_steps, slots)
+        num_steps, slots = _unsigned(num_steps, slots)
         fits = self.below // self.repetitions <= num_steps // (slots + self.repetitions)  # else the next may overflow
         return (slots > 1) & fits & (self.raised(slots).below < num_steps)
 
     def raised(self, slots: Any) -> "Division":
         """With r + 1."""
-        (slots,) = unsigned(slots)
+        (slots,) = _unsigned(slots)
         below = _fraction(self.below, slots + self.repetitions, self.repetitions)
         return Division(self.repetitions + 1, below)
 
@@ -85,13 +85,13 @@ class Division(NamedTuple):
 
     def divided(self, num_steps: Any, slots: Any) -> "Divided":
         """How compiled loops divide so many steps, at least 2, of which r is not too low."""
-        num_steps, slots = unsigned(num_steps, slots)
+        num_steps, slots = _unsigned(num_steps, slots)
         passed, ahead = self.parts(slots)
         distance = jnp.where(slots == 1, num_steps - 1, jnp.minimum(self.below, num_steps - ahead.below))
         return Divided(distance.astype(jnp.int32), passed, ahead)
 
 
-def unsigned(*numbers: Any) -> list[Any]:
+def _unsigned(*numbers: Any) -> list[Any]:
     """Arrays as uint32."""
     return [x.astype(jnp.uint32) if isinstance(x, jax.Array) else x for x in numbers]
 

@@ -67,6 +67,7 @@ def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
         later = _droppable(stored, step + longer, limits, repetitions + 1)
         return limits, jnp.where(later > 0, later, count - 1), jnp.where(later > 0, longer, 0)
 
+    # While slots are unused, r is 1, and so only these can be dropped: the second one, or the first if it is the last.
     raises = (soon == 0) & (stored[0] >= 0)
     limits, dropped, length = lax.cond(raises, with_one_more, lambda: (state.limits, soon, stride))
     slots, repetitions = moved(state.slots, slot), repetitions + raises.astype(jnp.int32)
