@@ -3,7 +3,6 @@
 import gc
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -54,6 +53,8 @@ def nothing_compiled() -> Iterator[None]:
     assert len(compiled) == before
 
 
+SAVED = jax.checkpoint_policies.save_only_these_names
+
 # Each call makes new functions of the same code.
 BODIES: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "a closed-over array": lambda: lambda x: jnp.sin(X * x),
@@ -65,6 +66,7 @@ BODIES: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "an inner loop": lambda: lambda x: lax.fori_loop(0, 2, lambda i, x: 0.9 * x, x),
     "an inner loop of loopax": lambda: lambda x: lx.fori_loop(0, 2, lambda i, x: 0.9 * x, x),
     "a checkpoint": lambda: lambda x: jax.checkpoint(lambda y: jnp.sin(y * x))(x),
+    "a policy": lambda: lambda x: jax.checkpoint(jnp.sin, policy=SAVED("a"))(x) - 0.1,
     "a linear solve": lambda: lambda x: jnp.linalg.solve(jnp.eye(3) + 0.1 * x[:, None], x),
 }
 
@@ -319,10 +321,14 @@ def changed(closed: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
         yield ClosedJaxpr(jaxpr.replace(outvars=outvars), closed.consts)
 
 
+# Equations that hold functions, which random programs make anew: they are not recognised.
+FUNCTIONS = re.compile("callback|custom_(jvp|vjp|vmap)|linear_solve")
+
+
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # JAX's own, in 32-bit mode
 @pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=slow) for k in range(20, 260, 20))])
 def test_random_programs_are_taken_for_no_other(first, monkeypatch):
-    """Steps of random programs: each is recognised when it is traced again, and no part of it may be changed."""
+    """Steps of random programs: all are recognised when traced again, but with new functions, or any part changed."""
     traced: list[ClosedJaxpr] = []
 
     def noted(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -335,7 +341,6 @@ def test_random_programs_are_taken_for_no_other(first, monkeypatch):
 
     monkeypatch.setattr(trace.jaxi, "recognised", noted)
     t, n = jnp.array([0.4, -0.9]), np.int32(3)
-    counts: Counter[bool] = Counter()
     for number in range(first, first + 20):
         with jax.enable_x64("d" not in program(number).features):
             steps = []
@@ -344,12 +349,11 @@ def test_random_programs_are_taken_for_no_other(first, monkeypatch):
                 jax.make_jaxpr(function(program(number), WithLoopax()))(t, n)
                 steps.append(list(traced))
             assert len(steps[0]) == len(steps[1]) > 0
-            counts.update(again is one for one, again in zip(*steps, strict=True))
+            for one, again in zip(*steps, strict=True):
+                assert again is one or FUNCTIONS.search(str(one))
             for step in steps[0]:
                 for other in changed(step):
                     assert recognised(other) is not step
-    # Not those with functions in parameters that are made anew for each program.
-    assert counts[True] > 3 * counts[False]
 
 
 def test_rules_that_have_been_wrapped_many_times():

@@ -108,10 +108,12 @@ def _value(value: Any) -> Hashable:
 @singledispatch
 def _parts(value: Any) -> Hashable:
     kind = type(value)
-    if kind.__eq__ is object.__eq__ or callable(value):
+    if kind.__eq__ is object.__eq__:
         return _Only(value)  # raises `TypeError` where there are no weak references to it
-    if is_dataclass(value):
+    if is_dataclass(value):  # also JAX's policies of `jax.checkpoint`, which are called
         return tuple(_value(getattr(value, field.name)) for field in fields(value))
+    if callable(value):
+        return _Only(value)
     if kind.__module__ == "jax._src.flattree":  # parameters of `scan` from JAX 0.12 on
         return _parts({name: x for name, x in vars(value).items() if name not in _REMEMBERED})
     if not isinstance(value, _BY_VALUE):
