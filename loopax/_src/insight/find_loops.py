@@ -110,7 +110,7 @@ def found_at(eqn: Any, values: list[Value]) -> FoundLoop | None:
         waiting = loop.debug_info.waiting if loop.debug_info else 1
         if batch:
             lanes = batch.axis.size
-            waiting = lanes if is_one_batch(loop, lanes) else 1
+            waiting = lanes if is_one_batch(loop, lanes, batch.mapped) else 1
     elif (of_jax := None if batch else jaxi.lax_loop(eqn)) is not None:  # a batch of reverse sweeps has none
         library, loop, invars, results, waiting = "lax", _loop_of_jax(of_jax), eqn.invars, eqn.outvars, 1
         if of_jax.cond is not None:  # what the condition reads stands in front, and is of no interest here

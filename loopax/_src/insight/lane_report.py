@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from loopax._src.core.ir.lanes import Compact, LanesLike, group_sizes, stage_sizes, to_lanes
+from loopax._src.core.ir.lanes import REFILL_AT, Compact, LanesLike, group_sizes, stages, to_lanes
+from loopax._src.core.jaxpr.cost import REFILLED
 from loopax._src.extras import optional
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import LoopInfo, describe
@@ -50,11 +51,18 @@ def in_groups(steps: np.ndarray, how: Compact) -> list[Stretch]:
 
 def in_stages(steps: np.ndarray, how: Compact) -> list[Stretch]:
     """`Compact` where they are not."""
-    ordered, sizes, row, found = np.sort(steps)[::-1], stage_sizes(how, len(steps)), 0, []
-    for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
-        end = max(int(ordered[smaller]) if smaller < len(ordered) else 0, row)
-        found.append(_stretch(ordered[:size], size, row, end))
-        row = end
+    left, found = steps[steps > 0], []
+    for places, leave in stages(how, len(steps), refilled=REFILLED):
+        turns = [Stretch(places, np.array([], np.int64), np.array([], np.int64))]
+        while len(left) > leave:
+            here, waiting = left[:places], left[places:]
+            last = int(places * REFILL_AT) if len(waiting) else leave
+            end = int(np.sort(here)[::-1][last]) if last < len(here) else 0
+            turns.append(_stretch(here, places, 0, end))
+            here = here - end
+            left = np.concatenate([here[here > 0], waiting])
+        lengths, active = (np.concatenate(x) for x in zip(*((t.lengths, t.active_in_run) for t in turns), strict=True))
+        found.append(Stretch(places, lengths, active))
     return found
 
 

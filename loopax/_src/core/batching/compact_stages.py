@@ -17,18 +17,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.batching.compact_primitive import BatchRules
-from loopax._src.core.batching.groups import active_first, in_groups, take
+from loopax._src.core.batching.groups import active_first, in_groups, put_back, run_function, take
 from loopax._src.core.batching.lockstep import LaneOperands, goes_on, hull, lane_function, result_axes, run_lanes
-from loopax._src.core.ir.lanes import CPU_LANES, Compact, Lockstep, fewest_lanes, group_sizes, stage_sizes
+from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.lanes import (
+    CPU_LANES,
+    REFILL_AT,
+    Compact,
+    Lockstep,
+    Stage,
+    fewest_lanes,
+    group_sizes,
+    stages,
+)
 from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, run
+from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.cost import step_cost
-from loopax._src.core.jaxpr.dependence import dependence_fixpoint
+from loopax._src.core.jaxpr.dependence import dependence, dependence_fixpoint
 from loopax._src.core.jaxpr.types import Axis
 from loopax._src.core.jaxpr.util import (
     INDEX,
     Mask,
     flatten,
     map_leaves,
+    num_bytes,
     refuse_collectives,
     select,
     split_list,
@@ -102,23 +114,14 @@ def _in_batches(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Se
     return [takes.astype(jnp.int32), *carry, *(y[None] for y in ys)]
 
 
-def is_one_batch(loop: Loop, lanes: int) -> bool:
+def is_one_batch(loop: Loop, lanes: int, mapped: Mask) -> bool:
     """Whether so many lanes are too few for stages or groups, and run in lockstep."""
     assert isinstance(loop.lanes, Compact)
     if takes_one_step(loop):
         return False
     if not loop.predicated:
         return len(group_sizes(loop.lanes, lanes)) == 1
-    return len(stage_sizes(loop.lanes, lanes, step_cost(loop.body, loop.num_consts).is_cheap)) == 1
-
-
-class _LaneResults(NamedTuple):
-    """Of some lanes of a batch, or at which axis each has its lanes."""
-
-    places: Any  # int32[lanes]: which lanes of the batch
-    num_steps: Any  # int32[lanes]
-    carry: list[Any]  # [lanes, ...]
-    ys: list[Any]  # [rows, lanes, ...]
+    return _stages(loop, mapped, lanes) == [Stage(lanes, 0)]
 
 
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
@@ -165,50 +168,139 @@ def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
     return [num_steps, *in_groups(run_group, how, num_steps, operands, axes, LOOPS.result_axes(loop)[1:])]
 
 
-def _in_stages(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
-    """Lanes whose predicates stop them: which go on is known only then.
+# Lanes whose predicates stop them: which go on is known only then.
+#
+# A stage is a batch of some places. Lanes are taken to these places, walk until few enough are left, and are put back:
+# the results of all lanes stay where they are. Nothing is stored: reverse mode walks forward again, in groups
+# (`core/batching/compact_autodiff.py`).
 
-    Nothing is stored: reverse mode walks forward again, in groups (`core/batching/compact_autodiff.py`).
-    """
+
+def _stages(loop: Loop, mapped: Mask, lanes: int) -> list[Stage]:
+    """The stages of a batch; `mapped` says which of `low, high, *consts, *carry, *xs` have lanes."""
+    assert isinstance(loop.lanes, Compact)
+    cost, refilled = step_cost(loop.body, loop.num_consts), 0
+    # Lanes in places that are refilled are at different rows, so they may not read any, nor have limits of their own.
+    reads_rows = loop.input_avals.xs or loop.output_avals.ys or any(inputs & 1 for inputs in dependence(loop.body))
+    if not (reads_rows or any(mapped[:2]) or loop.reporting or loop.body.effects):
+        moved = num_bytes(select(mapped[2:], loop.body.in_avals[1:]))
+        refilled = cost.places(moved)
+    return stages(loop.lanes, lanes, cost.is_cheap, refilled, cost.most_on_one_core)
+
+
+class _LaneResults(NamedTuple):
+    """Of all lanes of a batch, as far as they have walked."""
+
+    num_steps: Any  # int32[lanes]
+    carry: list[Any]  # [lanes, ...]
+    ys: list[Any]  # [rows, lanes, ...]
+
+
+def _in_stages(loop: Loop, _: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     low, high, lanes = _lanes(loop, mapped, operands)
     low, high = hull(low, high)
-    sizes = stage_sizes(how, axis.size, step_cost(loop.body, loop.num_consts).is_cheap)
-    reporting = loop.reporting and loop.reporting._replace(runs=len(sizes))
+    plan = _stages(loop, mapped, axis.size)
+    reporting = loop.reporting and loop.reporting._replace(runs=len(plan))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
-    left = _LaneResults(jnp.arange(axis.size, dtype=jnp.int32), jnp.int32(0), list(lanes.inputs.carry), [])
-    axes = _LaneResults(0, 0, [0] * loop.num_carry, [1] * len(loop.output_avals.ys))
-    input_axes, finished = loop.inputs(LOOPS.operand_axes(loop)[2:]), []
-    for index, (size, smaller) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
-        out, num_steps = run_lanes(loop, axis.resized(size), low, high, lanes, leave=smaller)
-        # Before: the rows that are left -> After: those that this stage has walked, and the rest, for the next stage
-        reached = high - out.num_steps if loop.reverse else low + out.num_steps
-        walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
-        rows = jnp.arange(loop.bound or 0, dtype=jnp.int32)
-        is_walked = (walked[0] <= rows) & (rows < walked[1])
-        ys = [pick(is_walked, new, old) for new, old in zip(out.ys, left.ys, strict=True)] if index else out.ys
-        left = _LaneResults(left.places, left.num_steps + num_steps, out.carry, ys)
-        low, high = rest
-        if not smaller:
-            break
-        # Before: lanes in the order of this stage -> After: those that go on, then those that are done
-        first = high - 1 if loop.reverse else low
-        order = active_first(out.carry[0] & goes_on(first, lanes.own, lanes.has_limits, loop.reverse))
-        ordered = jax.tree.map(partial(take, order=order), left, axes)
-        left, done = (
-            jax.tree.map(lambda x, at, part=part: lax.slice_in_dim(x, *part, axis=at), ordered, axes)
-            for part in ((0, smaller), (smaller, size))
-        )
-        finished.append(done)
-        of_part = partial(take, order=order[:smaller])
-        given = map_leaves(lambda x, own, at, f=of_part: f(x, at) if own else x, lanes.inputs, lanes.mapped, input_axes)
-        lanes = lanes._replace(own=[of_part(x, 0) for x in lanes.own], inputs=given._replace(carry=left.carry))
-    if finished:
-        # Before: lanes of the last stage, then those that were done before it, the latest first
-        # After: each lane where it was at the start
-        parts = [left, *reversed(finished)]
-        left = jax.tree.map(lambda at, *xs: jnp.concatenate(xs, at), axes, *parts)
-        left = jax.tree.map(partial(take, order=jnp.argsort(left.places).astype(jnp.int32)), left, axes)
-    return [left.num_steps, *left.carry, *left.ys]
+    first = high - 1 if loop.reverse else low
+    going = lanes.inputs.carry[0] & goes_on(first, lanes.own, lanes.has_limits, loop.reverse) & (low < high)
+    found = _LaneResults(jnp.zeros(axis.size, jnp.int32), lanes.inputs.carry, [])
+    numbers, limit = jnp.arange(axis.size, dtype=jnp.int32), high - low
+    for stage in plan:
+        if stage.places < len(numbers):
+            found, numbers = _refilled(loop, axis, lanes, limit, stage, found, numbers, going)
+            if loop.bound is not None:  # these lanes are at different rows: what is left to each is its own
+                lanes = lanes._replace(has_limits=(False, True), own=[limit - found.num_steps])
+            loop, low, high = loop._replace(reverse=False), jnp.int32(0), limit
+            continue
+        leave = [jnp.int32(stage.leave)] if stage.leave else []
+        found, going, (low, high) = _walked(loop, axis, lanes, low, high, found, numbers, leave)
+        # Before: lanes in the places of this stage -> After: those that go on, without the others
+        order = active_first(going)[: stage.leave]
+        numbers, going = take(numbers, 0, order), take(going, 0, order)
+    return [found.num_steps, *found.carry, *found.ys]
+
+
+def _walked(
+    loop: Loop,
+    axis: Axis,
+    lanes: LaneOperands,
+    low: Any,
+    high: Any,
+    found: _LaneResults,
+    numbers: Any,
+    leave: Sequence[Any],
+    going: Any = None,
+) -> tuple[_LaneResults, Any, tuple[Any, Any]]:
+    """Walk rows with these lanes until no more than `leave` go on; also which go on, and the rows that are left.
+
+    `going`: which do at the start, if that is not in their carry.
+    """
+    is_part = len(numbers) < axis.size
+    own_axes = map_leaves(lambda at, own: at if own else None, loop.inputs(LOOPS.operand_axes(loop)[2:]), lanes.mapped)
+    given, own = lanes.inputs._replace(carry=found.carry), lanes.own
+    if is_part:
+        of_part = partial(take, order=numbers)
+        given = map_leaves(lambda x, at: x if at is None else of_part(x, at), given, own_axes)
+        own = [of_part(x, 0) for x in own]
+    if going is not None:
+        given = given._replace(carry=[going, *given.carry[1:]])
+    given = lanes._replace(own=own, inputs=given)
+    out, num_steps = run_lanes(loop, axis.resized(len(numbers)), low, high, given, *leave)
+    # Before: the rows that are left -> After: those that these lanes have walked, and the rest
+    reached = high - out.num_steps if loop.reverse else low + out.num_steps
+    walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
+    first = rest[1] - 1 if loop.reverse else rest[0]
+    going = out.carry[0] & goes_on(first, own, lanes.has_limits, loop.reverse)
+    if not is_part:
+        return _LaneResults(num_steps, out.carry, out.ys), going, rest
+    rows = jnp.arange(loop.bound or 0, dtype=jnp.int32)
+    is_walked = (walked[0] <= rows) & (rows < walked[1])
+    ys = [pick(is_walked, new, take(old, 1, numbers)) for new, old in zip(out.ys, found.ys, strict=True)]
+    of_part = _LaneResults(num_steps + take(found.num_steps, 0, numbers), out.carry, ys)
+    axes = _LaneResults(0, [0] * len(out.carry), [1] * len(ys))
+    return jax.tree.map(partial(put_back, order=numbers), found, axes, of_part), going, rest
+
+
+def _refilled(
+    loop: Loop,
+    axis: Axis,
+    lanes: LaneOperands,
+    limit: Any,
+    stage: Stage,
+    found: _LaneResults,
+    waiting: Any,
+    going: Any,
+) -> tuple[_LaneResults, Any]:
+    """A stage for some of the lanes that wait, and then others; also which lanes it leaves.
+
+    All take at most `limit` steps, from the start on. Which of those that wait go on is said in `going`.
+    """
+    loop, place = loop._replace(reverse=False), jnp.arange(stage.places, dtype=jnp.int32)
+    waiting, count = take(waiting, 0, active_first(going)), jnp.sum(going, dtype=jnp.int32)
+
+    def turn(_: Any, __: Any, here: Any, taken: Any, numbers: Any, num_steps: Any, *carry: Any) -> list[Any]:
+        # Of the lanes that wait, `taken` have got a place, and `here` of the places have lanes that go on.
+        going, high = place < here, limit
+        if loop.bound is not None:  # until the first of these lanes has taken all of its steps
+            high = limit - jnp.max(jnp.where(going, take(num_steps, 0, numbers), 0))
+        leave = jnp.where(taken < count, stage.places * REFILL_AT, stage.leave).astype(jnp.int32)
+        found = _LaneResults(num_steps, list(carry), [])
+        found, going, _ = _walked(loop, axis, lanes, jnp.int32(0), high, found, numbers, [leave], going)
+        if loop.bound is not None:
+            going = going & (take(found.num_steps, 0, numbers) < limit)
+        here = jnp.sum(going, dtype=jnp.int32)
+        until = jnp.minimum(taken + stage.places - here, count)
+        # Before: places of lanes, some of which have finished -> After: those that go on, new ones, and others
+        new, numbers = waiting.at[taken + place - here].get(mode="clip"), take(numbers, 0, active_first(going))
+        numbers = jnp.where((here <= place) & (place < here + until - taken), new, numbers)
+        here = here + until - taken
+        return [count - until + here > stage.leave, here, until, numbers, found.num_steps, *found.carry]
+
+    here = jnp.minimum(count, stage.places)
+    state = [count > stage.leave, here, here, waiting[: stage.places], found.num_steps, *found.carry]
+    kind = Decided(EveryResidual(reason="a stage of lanes"))
+    _, _, _, numbers, num_steps, *carry = run_function(turn, state, bound=None, predicated=True, kind=kind).carry
+    return _LaneResults(num_steps, carry, []), numbers[: stage.leave]
 
 
 LOOPS = BatchRules(

@@ -104,9 +104,20 @@ def take(x: Any, axis: int, order: Any, unique: bool = True) -> Any:
     """These lanes of an array, in this order; none twice, if `unique`. They stand along the axis."""
 
     def lanes(x: Any, order: Any) -> Any:
-        return x.at[(*(slice(None),) * axis, order)].get(mode="promise_in_bounds", unique_indices=unique)
+        at = x.at[(*(slice(None),) * axis, order)]
+        return at.get(mode="promise_in_bounds", unique_indices=unique, wrap_negative_indices=False)
 
     return on_device(lambda x: keep_bits(lanes, x, order), x)
+
+
+def put_back(x: Any, axis: int, new: Any, order: Any) -> Any:
+    """The array with these lanes, none twice, replaced by others. They stand along the axis."""
+
+    def lanes(x: Any, new: Any, order: Any) -> Any:
+        at = x.at[(*(slice(None),) * axis, order)]
+        return at.set(new, mode="promise_in_bounds", unique_indices=True, wrap_negative_indices=False)
+
+    return on_device(lambda x, new: keep_bits(lanes, x, new, order), x, new)
 
 
 def active_first(active: Any, last: Any = False) -> Any:

@@ -279,15 +279,15 @@ def takes_any_step(loop: Loop) -> bool:
     return loop.may_discard or (loop.bound == 1 and not loop.predicated and is_elementwise(loop.body))
 
 
-def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: Any) -> list[Any]:
-    """Whether more than `leave` lanes go on, where the batch has a predicate, and how many do, where it shows that.
+def _summary(loop: Loop, axis: Axis, leave: Sequence[Any], carry: Sequence[Any], ahead: Any) -> list[Any]:
+    """Whether more lanes go on than it leaves, where the batch has a predicate, and how many do, where it shows that.
 
     `carry` is that of all lanes (what stands behind it is not read), and its first leaf their predicates.
     """
     go_on = carry[0] & ahead if loop.predicated else ahead
     summary = []
     if loop.predicated:
-        summary.append(jnp.sum(go_on, dtype=jnp.int32) > leave if leave else jnp.any(go_on))
+        summary.append(jnp.sum(go_on, dtype=jnp.int32) > leave[0] if leave else jnp.any(go_on))
     if loop.reporting is not None:
         # Where each lane is a batch that counts its own lanes, these are counted.
         counts = jnp.ones(axis.size, jnp.int32) if loop.active_count_index is None else carry[loop.active_count_index]
@@ -297,12 +297,13 @@ def _summary(loop: Loop, axis: Axis, leave: int, carry: Sequence[Any], ahead: An
 
 @weakly_cached
 def _lanes_loop(
-    loop: Loop, axis: Axis, mapped: LoopInputs, has_limits: Mask, avals: tuple[tuple[Any, ...], ...], leave: int
+    loop: Loop, axis: Axis, mapped: LoopInputs, has_limits: Mask, avals: tuple[tuple[Any, ...], ...]
 ) -> Loop:
-    """The loop of a batch in lockstep, whose rows are those of all lanes: until no more than `leave` lanes go on.
+    """The loop of a batch in lockstep, whose rows are those of all lanes.
 
-    In front of the consts stand the limits of the lanes (`avals[0]`): the lows, the highs, or both. In front of the
-    carry stand (`avals[1]`), each where there is need of it:
+    In front of the consts stand how many lanes it leaves, if it leaves any (`avals[0]`), and the limits of the lanes
+    (`avals[1]`): the lows, the highs, or both. In front of the carry stand (`avals[2]`), each where there is need of
+    it:
 
     - whether the batch goes on, if the loop has a predicate: that of the batch, as the lanes' own is the first leaf of
       their carry;
@@ -310,8 +311,8 @@ def _lanes_loop(
     - the number of steps of each lane, if the loop has a predicate.
     """
     refuse_collectives(loop.body, axis.name)
-    limit_avals, extra = avals
-    num_limits, num_extra = len(limit_avals), len(extra)
+    leave_avals, limit_avals, extra = avals
+    num_limits, num_extra, num_added = len(limit_avals), len(extra), len(leave_avals) + len(limit_avals)
     may_discard = takes_any_step(loop)
     # A cheap step that all lanes take, also those that are done: nothing is filled, and results are dropped. What lanes
     # share is repeated, so that a derivative that is NaN in a lane that is done is masked before lanes are summed.
@@ -325,9 +326,10 @@ def _lanes_loop(
 
     def body(row: Any, *operands: Any) -> list[Any]:
         # Before: [row, *consts, *carry, *x] -> [*carry, *y]
-        # After: [row, *own, *consts, *extra, *carry, *x] -> [*extra, *carry, *y]
+        # After: [row, *leave, *own, *consts, *extra, *carry, *x] -> [*extra, *carry, *y]
         # Own are lows and highs; extra: whether the batch goes on, how many lanes do, and the steps of each.
-        own, consts, extra, carry, xs = split_list(operands, [num_limits, loop.num_consts, num_extra, loop.num_carry])
+        sizes = [len(leave_avals), num_limits, loop.num_consts, num_extra, loop.num_carry]
+        leave, own, consts, extra, carry, xs = split_list(operands, sizes)
         active = within_limits(row, own, has_limits, axis)
         if loop.predicated:
             active = active & carry[0]
@@ -344,17 +346,17 @@ def _lanes_loop(
 
     row, inputs = loop.body.in_avals[0], flatten(loop.input_avals)
     consts, carry, xs = unflatten(mapped, lane_avals(inputs, flatten(mapped), axis))
-    inputs = [row, *limit_avals, *consts, *extra, *carry, *xs]
+    inputs = [row, *leave_avals, *limit_avals, *consts, *extra, *carry, *xs]
     return loop._replace(
         reporting=loop.reporting and loop.reporting._replace(counts_lanes=True),
-        inverse=loop.inverse and _lanes_inverse(loop, axis, mapped, has_limits, avals, inputs),
+        inverse=loop.inverse and _lanes_inverse(loop, axis, mapped, has_limits, avals[1:], inputs),
         body=trace(body, inputs),
-        num_consts=loop.num_consts + num_limits,
+        num_consts=loop.num_consts + num_added,
         num_carry=loop.num_carry + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
         lanes=Lockstep(),
         may_discard=may_discard,
-        debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_limits, num_extra),
+        debug_info=loop.debug_info and loop.debug_info.in_lockstep(axis.size, num_added, num_extra),
     )
 
 
@@ -388,10 +390,10 @@ def _lanes_inverse(
     return trace(body, input_avals)
 
 
-def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, leave: int = 0) -> tuple[Outcome, Any]:
+def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, *leave: Any) -> tuple[Outcome, Any]:
     """Walk the rows `low ... high - 1`; also returns the steps of each lane (None without a predicate).
 
-    Lanes with a predicate stop when no more than `leave` of them go on.
+    Lanes with a predicate stop when no more than `leave` of them go on, if that is given: int32.
     """
     extra, own_start = [], int(loop.reverse)
     if loop.predicated and loop.inverse is not None and not lanes.has_limits[own_start]:
@@ -404,9 +406,9 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
         extra = _summary(loop, axis, leave, lanes.inputs.carry, ahead)
     if loop.predicated:
         extra.append(fill_axis(axis, jaxi.vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
-    avals = tuple(tuple(jax.typeof(x) for x in group) for group in (lanes.own, extra))
-    batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.has_limits, avals, leave)
+    avals = tuple(tuple(jax.typeof(x) for x in group) for group in (leave, lanes.own, extra))
+    batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.has_limits, avals)
     consts, carry, xs = lanes.inputs
-    out = run(batch, low, high, [*lanes.own, *consts], [*extra, *carry], xs)
+    out = run(batch, low, high, [*leave, *lanes.own, *consts], [*extra, *carry], xs)
     extra, carry = split_list(out.carry, [len(extra)])
     return out._replace(carry=carry), extra[-1] if loop.predicated else None

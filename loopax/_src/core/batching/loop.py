@@ -20,7 +20,7 @@ from loopax._src.core.batching import lockstep
 from loopax._src.core.batching.compact_primitive import SWEEPS, BatchRules, compact_vmap
 from loopax._src.core.batching.compact_stages import LOOPS
 from loopax._src.core.batching.groups import run_sequentially
-from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, stage_sizes
+from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, stages
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
@@ -72,14 +72,15 @@ def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
     if not isinstance(lanes, int) or lanes < 2:
         return Lockstep()
     cost = step_cost(body, num_consts)
-    sizes = stage_sizes(Compact(), lanes, cost.is_cheap)
+    sizes = [stage.places for stage in stages(Compact(), lanes, cost.is_cheap)]
     # What a step of a lane costs in stages of these sizes, for each of its own steps.
     durations = [log(size / smaller) for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True)]
     durations[-1] += LAST_LANE
     lane_steps = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
     in_batch = (lane_steps * cost.of_lane + sum(durations) * cost.of_batch) / sizes[0]
     alone_is_fast = jax.default_backend() == "cpu"  # one lane keeps a core busy
-    if alone_is_fast and not cost.is_spread(lanes) and cost.alone < in_batch:
+    is_spread = not cost.of_batch and lanes > cost.most_on_one_core
+    if alone_is_fast and not is_spread and cost.alone < in_batch:
         return Sequential()
     return Compact() if len(sizes) > 1 and not cost.is_cheap else Lockstep()
 

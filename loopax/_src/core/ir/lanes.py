@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -192,14 +192,48 @@ PART = 8
 LARGER = 4
 # Stages by default: half of the lanes, then half of these, and so forth. Most steps are taken by many lanes; few lanes
 # take the last steps, and a stage for them saves less than it takes to compile.
-SHRINKS = (2.0, 2.0, 2.7)
+SHRINKS = (2.0, 2.0, 2.7, 3.0)
 LAST_SHRINK, FEW_LANES = 4.0, 64
 # Of a step that costs little, a larger batch costs little more.
-SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 3.0, 32
+SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 8.0, 32
+# Two or three stages that are refilled take about as long as six that are not, and are compiled in half of the time.
+SHRINK_IF_REFILLED = 8
+MOST_OF_REFILLED = 1 / 3  # of the lanes
+REFILL_AT = 3 / 4  # of its places: when no more lanes go on
 
 
-def stage_sizes(compact: Compact, lanes: int, is_cheap: bool = False) -> list[int]:
-    """The sizes of the stages, from the whole batch down. A cheap step has fewer stages."""
+class Stage(NamedTuple):
+    """A batch of so many places, until few enough lanes are left.
+
+    A stage with fewer places than lanes is refilled: places of lanes that have finished are given to lanes that wait.
+    """
+
+    places: int
+    leave: int  # lanes, for the next stage
+
+
+def stages(compact: Compact, lanes: int, is_cheap: bool = False, refilled: int = 0, spread: int = 0) -> list[Stage]:
+    """The stages of a batch.
+
+    A cheap step has fewer stages. `refilled`: places of a stage that is refilled, zero if none may be; `spread`: the
+    most lanes whose step stays on one core. More of them are not refilled: stages as large as the batch are faster.
+    """
+    sizes = _sizes(compact, lanes, is_cheap)
+    found = [Stage(size, leave) for size, leave in zip(sizes, [*sizes[1:], 0], strict=True)]
+    refilled = max(refilled, compact.min_lanes or 0) if refilled else lanes
+    if compact.shrink is not None or is_cheap or jax.default_backend() != "cpu":
+        return found
+    first = next((k for k, stage in enumerate(found) if stage.places <= spread), len(found))
+    if first == len(found) or refilled > MOST_OF_REFILLED * found[first].places:
+        return found
+    sizes = [refilled]
+    while sizes[-1] // SHRINK_IF_REFILLED >= fewest_lanes(compact, CPU_STAGE):
+        sizes.append(sizes[-1] // SHRINK_IF_REFILLED)
+    return [*found[:first], *(Stage(size, leave) for size, leave in zip(sizes, [*sizes[1:], 0], strict=True))]
+
+
+def _sizes(compact: Compact, lanes: int, is_cheap: bool) -> list[int]:
+    """Of stages that are not refilled, from the whole batch down."""
     fewest = fewest_lanes(compact, CPU_STAGE)
     if is_cheap and compact.shrink is None:
         fewest = max(fewest, FEWEST_IF_CHEAP)
@@ -208,7 +242,7 @@ def stage_sizes(compact: Compact, lanes: int, is_cheap: bool = False) -> list[in
         if compact.shrink is not None:
             shrink = compact.shrink
         elif is_cheap or sizes[-1] > FEW_LANES:
-            shrink = SHRINK_IF_CHEAP if is_cheap or len(sizes) > len(SHRINKS) else SHRINKS[len(sizes) - 1]
+            shrink = SHRINK_IF_CHEAP if is_cheap else SHRINKS[min(len(sizes), len(SHRINKS)) - 1]
         else:
             shrink = LAST_SHRINK
         smaller = -int(-sizes[-1] // shrink)

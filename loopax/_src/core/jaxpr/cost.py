@@ -22,7 +22,12 @@ CALL_OF_BATCH = 12.0  # an operation that XLA executes by itself, on an array of
 CALL_ALONE = 0.4  # and on that of one lane
 STEP_ALONE = 0.04  # a step of one lane, in `Costs.step`
 CHEAP_STEP = 330  # elements
-SPREAD_STEP = 330_000  # elements, of a batch: XLA computes them on several cores
+MOST_ON_ONE_CORE = 65_536  # numbers that one operation computes
+# A batch whose places are refilled (docs/benchmark.md).
+REFILLED = 128  # places, at most
+REFILLING = 25_000  # ns
+STEPS_BETWEEN = 10
+PLACES_PER_OVERHEAD = 8
 
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
 
@@ -43,15 +48,31 @@ class StepCost(NamedTuple):
     of_lane: float
     of_batch: float  # however many lanes there are
     alone: float  # a step of one lane without a batch
+    widest: int = 0  # the most numbers of a lane that one operation computes
 
     @property
     def is_cheap(self) -> bool:
         """Whether it is some elementwise operations on a few numbers."""
         return self.of_lane < CHEAP_STEP * costs().elementwise
 
-    def is_spread(self, lanes: int) -> bool:
-        """Whether XLA computes a step of so many lanes on several cores of a CPU."""
-        return not self.of_batch and lanes * self.of_lane > SPREAD_STEP * costs().elementwise
+    @property
+    def most_on_one_core(self) -> int:
+        """The most lanes of which XLA computes a step on one core of a CPU; more are spread over several."""
+        return MOST_ON_ONE_CORE // max(self.widest, 1)
+
+    def places(self, moved: float) -> int:
+        """How many places of a batch make its overhead small, if they are refilled; zero if that costs too much.
+
+        `moved`: the bytes of a lane that are gathered for it, and put back.
+        """
+        moving = 2 * moved * costs().cached_byte / STEPS_BETWEEN
+        if moving > self.of_lane:
+            return 0
+        overhead = REFILLING / STEPS_BETWEEN + costs().step + self.of_batch
+        places = 8
+        while places < REFILLED and places * self.of_lane < PLACES_PER_OVERHEAD * overhead:
+            places *= 2
+        return places
 
 
 def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
@@ -67,7 +88,8 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
     work, calls = _total(eqns, _operation), costs().call * _total(eqns, _runs_by_itself)
     products = _total(eqns, lambda eqn: _operation(eqn) if jaxi.is_product(eqn) else 0.0)
     alone = work + (VECTOR_PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE * costs().step
-    return StepCost(work, CALL_OF_BATCH * calls, alone)
+    widest = max((prod(v.aval.shape) for eqn in eqns for v in eqn.outvars), default=0)
+    return StepCost(work, CALL_OF_BATCH * calls, alone, widest)
 
 
 def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float]) -> float:
