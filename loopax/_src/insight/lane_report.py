@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from loopax._src.core.ir.lanes import REFILL_AT, Compact, LanesLike, group_sizes, stages, to_lanes
-from loopax._src.core.jaxpr.cost import REFILLED
+from loopax._src.core.jaxpr.cost import StepCost
 from loopax._src.extras import optional
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import LoopInfo, describe
@@ -49,10 +50,14 @@ def in_groups(steps: np.ndarray, how: Compact) -> list[Stretch]:
     return [_stretch(group, size, 0, int(group.max(initial=0))) for group, size in zip(groups, sizes, strict=True)]
 
 
+# What a step costs is not known here. It decides how many places there are: say, that of a small network.
+_STEP = StepCost(of_lane=100.0, of_batch=1800.0, alone=0.0)
+
+
 def in_stages(steps: np.ndarray, how: Compact) -> list[Stretch]:
     """`Compact` where they are not."""
     left, found = steps[steps > 0], []
-    for places, leave in stages(how, len(steps), refilled=REFILLED):
+    for places, leave in stages(how, len(steps), places=partial(_STEP.places, 0)):
         turns = [Stretch(places, np.array([], np.int64), np.array([], np.int64))]
         while len(left) > leave:
             here, waiting = left[:places], left[places:]

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
+from loopax._src.jax_internals.primitives import held_program
 from loopax._src.jax_internals.rules import new_primitive, register
 from loopax._src.jax_internals.types import has_tangents, zeros
 
@@ -259,6 +260,31 @@ def open_constants(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
 
 
 def dce(closed: ClosedJaxpr, used: Sequence[bool], keep: Sequence[bool] | bool) -> tuple[ClosedJaxpr, list[bool]]:
-    """Remove what the used outputs do not need; inputs marked in `keep` stay."""
+    """Remove what the used outputs do not need; inputs marked in `keep` stay.
+
+    Where nothing is removed, the program is the same object, which caches know.
+    """
     jaxpr, used_inputs = pe.dce_jaxpr(closed.jaxpr, list(used), keep if isinstance(keep, bool) else list(keep))
-    return ClosedJaxpr(jaxpr, closed.consts), list(used_inputs)
+    less = ClosedJaxpr(jaxpr, closed.consts)
+    return closed if _is_as_large(less, closed) else less, list(used_inputs)
+
+
+def _is_as_large(less: ClosedJaxpr, all_of_it: ClosedJaxpr) -> bool:
+    """Whether nothing has been removed from a program."""
+    lengths = [len(less.invars), len(less.outvars), len(less.eqns)]
+    if lengths != [len(all_of_it.invars), len(all_of_it.outvars), len(all_of_it.eqns)]:
+        return False
+    return all(x is y or _is_as_large_in(x, y) for x, y in zip(less.eqns, all_of_it.eqns, strict=True))
+
+
+def _is_as_large_in(less: Any, all_of_it: Any) -> bool:
+    """The same for an equation of it."""
+    if (len(less.invars), len(less.outvars)) != (len(all_of_it.invars), len(all_of_it.outvars)):
+        return False
+    pairs = zip(_programs_in(less), _programs_in(all_of_it), strict=True)
+    return all(one is other or _is_as_large(one, other) for one, other in pairs)
+
+
+def _programs_in(eqn: Any) -> list[ClosedJaxpr]:
+    values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
+    return [program for program in map(held_program, values) if program is not None]

@@ -178,13 +178,13 @@ def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Seq
 def _stages(loop: Loop, mapped: Mask, lanes: int) -> list[Stage]:
     """The stages of a batch; `mapped` says which of `low, high, *consts, *carry, *xs` have lanes."""
     assert isinstance(loop.lanes, Compact)
-    cost, refilled = step_cost(loop.body, loop.num_consts), 0
+    cost = step_cost(loop.body, loop.num_consts)
     # Lanes in places that are refilled are at different rows, so they may not read any, nor have limits of their own.
     reads_rows = loop.input_avals.xs or loop.output_avals.ys or any(inputs & 1 for inputs in dependence(loop.body))
-    if not (reads_rows or any(mapped[:2]) or loop.reporting or loop.body.effects):
-        moved = num_bytes(select(mapped[2:], loop.body.in_avals[1:]))
-        refilled = cost.places(moved)
-    return stages(loop.lanes, lanes, cost.is_cheap, refilled, cost.most_on_one_core)
+    if reads_rows or any(mapped[:2]) or loop.reporting or loop.body.effects:
+        return stages(loop.lanes, lanes, cost.is_cheap)
+    moved = num_bytes(select(mapped[2:], loop.body.in_avals[1:]))
+    return stages(loop.lanes, lanes, cost.is_cheap, partial(cost.places, moved))
 
 
 class _LaneResults(NamedTuple):

@@ -1,5 +1,6 @@
 """Lanes: how a batch of loops under `jax.vmap` runs, when its lanes take different numbers of steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, NamedTuple
@@ -198,7 +199,6 @@ LAST_SHRINK, FEW_LANES = 4.0, 64
 SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 8.0, 32
 # Two or three stages that are refilled take about as long as six that are not, and are compiled in half of the time.
 SHRINK_IF_REFILLED = 8
-MOST_OF_REFILLED = 1 / 3  # of the lanes
 REFILL_AT = 3 / 4  # of its places: when no more lanes go on
 
 
@@ -212,24 +212,29 @@ class Stage(NamedTuple):
     leave: int  # lanes, for the next stage
 
 
-def stages(compact: Compact, lanes: int, is_cheap: bool = False, refilled: int = 0, spread: int = 0) -> list[Stage]:
-    """The stages of a batch.
+def stages(
+    compact: Compact, lanes: int, is_cheap: bool = False, places: Callable[[int], int] | None = None
+) -> list[Stage]:
+    """The stages of a batch. A cheap step has fewer of them.
 
-    A cheap step has fewer stages. `refilled`: places of a stage that is refilled, zero if none may be; `spread`: the
-    most lanes whose step stays on one core. More of them are not refilled: stages as large as the batch are faster.
+    `places`: of a stage for so many lanes that is refilled, zero if it should not be; None if no stage may be.
     """
     sizes = _sizes(compact, lanes, is_cheap)
-    found = [Stage(size, leave) for size, leave in zip(sizes, [*sizes[1:], 0], strict=True)]
-    refilled = max(refilled, compact.min_lanes or 0) if refilled else lanes
-    if compact.shrink is not None or is_cheap or jax.default_backend() != "cpu":
+    found = _one_after_another(sizes)
+    if places is None or compact.shrink is not None or is_cheap or jax.default_backend() != "cpu":
         return found
-    first = next((k for k, stage in enumerate(found) if stage.places <= spread), len(found))
-    if first == len(found) or refilled > MOST_OF_REFILLED * found[first].places:
-        return found
-    sizes = [refilled]
-    while sizes[-1] // SHRINK_IF_REFILLED >= fewest_lanes(compact, CPU_STAGE):
-        sizes.append(sizes[-1] // SHRINK_IF_REFILLED)
-    return [*found[:first], *(Stage(size, leave) for size, leave in zip(sizes, [*sizes[1:], 0], strict=True))]
+    fewest = fewest_lanes(compact, CPU_STAGE)
+    for index, size in enumerate(sizes):
+        if (refilled := places(size)) >= fewest:
+            smaller = [refilled]
+            while smaller[-1] // SHRINK_IF_REFILLED >= fewest:
+                smaller.append(smaller[-1] // SHRINK_IF_REFILLED)
+            return [*found[:index], *_one_after_another(smaller)]
+    return found
+
+
+def _one_after_another(sizes: list[int]) -> list[Stage]:
+    return [Stage(size, leave) for size, leave in zip(sizes, [*sizes[1:], 0], strict=True)]
 
 
 def _sizes(compact: Compact, lanes: int, is_cheap: bool) -> list[int]:

@@ -24,10 +24,9 @@ STEP_ALONE = 0.04  # a step of one lane, in `Costs.step`
 CHEAP_STEP = 330  # elements
 MOST_ON_ONE_CORE = 65_536  # numbers that one operation computes
 # A batch whose places are refilled (docs/benchmark.md).
-REFILLED = 128  # places, at most
-REFILLING = 25_000  # ns
-STEPS_BETWEEN = 10
-PLACES_PER_OVERHEAD = 8
+FEWEST_PLACES, MOST_PLACES, LANES_PER_PLACE = 8, 128, 4
+OVERHEAD_IN_PLACES = 8  # of as many lanes as there are places, in times of the overhead: more places gain little
+REFILLING, STEPS_BETWEEN = 25_000, 10  # ns, and how many steps there are between two times, say
 
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
 
@@ -60,19 +59,20 @@ class StepCost(NamedTuple):
         """The most lanes of which XLA computes a step on one core of a CPU; more are spread over several."""
         return MOST_ON_ONE_CORE // max(self.widest, 1)
 
-    def places(self, moved: float) -> int:
-        """How many places of a batch make its overhead small, if they are refilled; zero if that costs too much.
+    def places(self, moved: float, lanes: int) -> int:
+        """How many places for so many lanes make it cheap to refill them; zero if it is not.
 
         `moved`: the bytes of a lane that are gathered for it, and put back.
         """
-        moving = 2 * moved * costs().cached_byte / STEPS_BETWEEN
-        if moving > self.of_lane:
+        if 2 * moved * costs().cached_byte / STEPS_BETWEEN > self.of_lane:
             return 0
         overhead = REFILLING / STEPS_BETWEEN + costs().step + self.of_batch
-        places = 8
-        while places < REFILLED and places * self.of_lane < PLACES_PER_OVERHEAD * overhead:
+        most, places = lanes // LANES_PER_PLACE, FEWEST_PLACES
+        if lanes > self.most_on_one_core:  # a step of so many lanes is computed on several cores
+            return most if most > self.most_on_one_core else 0
+        while 2 * places <= min(most, MOST_PLACES) and places * self.of_lane < OVERHEAD_IN_PLACES * overhead:
             places *= 2
-        return places
+        return places if places <= most and places * self.of_lane > overhead else 0
 
 
 def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
