@@ -11,7 +11,7 @@ from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.planning import plan_of
 from loopax._src.core.autodiff.transpose import sweep_of, transposed_step
-from loopax._src.core.ir.lanes import CPU_LANES, Free
+from loopax._src.core.ir.lanes import CPU_LANES, Compact, Free
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.ir.plan import Slots, with_known_length
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
@@ -276,7 +276,8 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
 
 def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.waiting, found.loop.debug_info
-    if lanes <= CPU_LANES or (debug_info is not None and isinstance(debug_info.lanes, Free)):
+    chosen = found.loop.lanes if debug_info is None else debug_info.lanes
+    if lanes <= CPU_LANES or isinstance(chosen, Free | Compact):  # of compact lanes, a cheap step is for all
         return
     if debug_info is not None and debug_info.branch:  # evaluated for lanes that do not take it, if that costs something
         if found.inner or any(map(jaxi.stands_alone, without_calls(found.loop.body).eqns)):

@@ -1,4 +1,6 @@
-"""`lanes="auto"`: which way a batch is expected to be fastest, from what its steps cost."""
+"""`lanes="auto"`: which way a batch is expected to be fastest, from what its steps cost; and stages by cost."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,8 @@ import pytest
 
 import loopax as lx
 from loopax._src.core.batching.loop import chosen
-from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential, stage_sizes
+from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential, stages
+from loopax._src.core.jaxpr.cost import step_cost
 from tests.support.reference import assert_close
 
 W = np.full((64, 64), 0.1, np.float32)
@@ -68,11 +71,39 @@ def test_results_are_those_of_lockstep(body, transform):
         (32, False, [32, 8]),
         (16, False, [16, 4]),
         (8, False, [8]),
-        (1024, True, [1024, 342, 114, 38]),
+        (1024, True, [1024, 128]),
         (64, True, [64]),
         (1, False, [1]),
         (0, False, [0]),
     ],
 )
 def test_stages_by_default(lanes, is_cheap, sizes):
-    assert stage_sizes(Compact(), lanes, is_cheap) == sizes
+    assert [stage.places for stage in stages(Compact(), lanes, is_cheap)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("body", "lanes", "sizes"),
+    [
+        ("layer", 1024, [128, 16]),
+        ("layer", 64, [64, 16, 4]),  # a step of sixteen lanes takes as long as one of four
+        ("layer", 4096, [4096, 2048, 128, 16]),  # many lanes on several cores, and the others on one
+        ("layer", 16384, [4096, 512, 64, 8]),  # a quarter of the lanes, on several cores as well
+        ("regression", 32, [8]),  # a step that costs much is compiled once
+        ("two operations", 1024, [1024, 128]),
+    ],
+)
+def test_stages_that_are_refilled(body, lanes, sizes):
+    cost = step_cost(body_of(body), 0)
+    found = stages(Compact(), lanes, cost.is_cheap, partial(cost.places, 0))
+    assert [stage.places for stage in found] == sizes
+
+
+def test_lanes_that_are_moved_at_large_cost_are_not():
+    cost = step_cost(body_of("layer"), 0)
+    assert cost.places(1000, 1024) == 128
+    assert cost.places(1000_000, 1024) == 0
+
+
+def test_no_stage_is_refilled_on_another_device(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [stage.places for stage in stages(Compact(), 16384, places=lambda _: 4096)] == [16384, 8192, 4096]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax._src.core.ir.lanes import Compact, group_sizes, stage_sizes
+from loopax._src.core.ir.lanes import Compact, Stage, group_sizes, stages
 from loopax._src.insight import lane_report as occupancy
 
 COMPACT = st.builds(Compact, st.sampled_from([2, 2.5, 3, 7]), st.integers(1, 50))
@@ -15,11 +15,26 @@ STEPS = st.lists(st.integers(0, 30), max_size=80).map(lambda steps: np.array(ste
 
 @given(COMPACT, st.integers(0, 2000))
 def test_stages_shrink_down_to_the_fewest_lanes(compact, lanes):
-    sizes = stage_sizes(compact, lanes)
-    assert sizes[0] == lanes
-    for larger, smaller in pairwise(sizes):
-        assert compact.min_lanes <= smaller < larger
-        assert smaller == int(np.ceil(larger / compact.shrink))
+    found = stages(compact, lanes)
+    assert found[0].places == lanes
+    assert found[-1].leave == 0
+    for larger, smaller in pairwise(found):
+        assert compact.min_lanes <= smaller.places < larger.places
+        assert larger.leave == smaller.places == int(np.ceil(larger.places / compact.shrink))
+
+
+@given(st.integers(1, 50), st.integers(0, 2000), st.integers(0, 200))
+def test_refilled_stages_take_all_lanes(fewest, lanes, most):
+    """A stage is as large as what is left, or is refilled; the next one has places for the rest."""
+    found = stages(Compact(min_lanes=fewest), lanes, places=lambda left: min(most, left // 4))
+    assert found[0].places <= lanes
+    assert all(stage.leave == following.places for stage, following in pairwise(found[1:]))
+    assert all(stage.places >= min(fewest, lanes) for stage in found)
+    assert found[-1].leave == 0
+
+
+def test_a_shrink_that_is_given_is_kept():
+    assert stages(Compact(shrink=4), 64, places=lambda _: 8) == [Stage(64, 16), Stage(16, 4), Stage(4, 0)]
 
 
 @given(COMPACT, st.integers(0, 2000))

@@ -187,6 +187,24 @@ def _stages(loop: Loop, mapped: Mask, lanes: int) -> list[Stage]:
     return stages(loop.lanes, lanes, cost.is_cheap, partial(cost.places, moved))
 
 
+class _Batch(NamedTuple):
+    """What the stages of a batch share."""
+
+    loop: Loop
+    axis: Axis  # of all lanes
+    lanes: LaneOperands  # of all of them, at their start
+
+    def take(self, carry: list[Any], numbers: Any) -> LaneOperands:
+        """The operands of these lanes, with the carry that they have now."""
+        lanes, axes = self.lanes, self.loop.inputs(LOOPS.operand_axes(self.loop)[2:])
+        inputs = lanes.inputs._replace(carry=carry)
+        if len(numbers) == self.axis.size:
+            return lanes._replace(inputs=inputs)
+        own = [take(x, 0, numbers) for x in lanes.own]
+        inputs = map_leaves(lambda x, own, at: take(x, at, numbers) if own else x, inputs, lanes.mapped, axes)
+        return lanes._replace(own=own, inputs=inputs)
+
+
 class _LaneResults(NamedTuple):
     """Of all lanes of a batch, as far as they have walked."""
 
@@ -201,96 +219,78 @@ def _in_stages(loop: Loop, _: Compact, axis: Axis, mapped: Mask, operands: Seque
     plan = _stages(loop, mapped, axis.size)
     reporting = loop.reporting and loop.reporting._replace(runs=len(plan))
     loop = loop._replace(saving=None, saved=(), reporting=reporting, inverse=None)
-    first = high - 1 if loop.reverse else low
-    going = lanes.inputs.carry[0] & goes_on(first, lanes.own, lanes.has_limits, loop.reverse) & (low < high)
-    found = _LaneResults(jnp.zeros(axis.size, jnp.int32), lanes.inputs.carry, [])
+    found = _LaneResults(jnp.zeros(axis.size, jnp.int32), list(lanes.inputs.carry), [])
+    # The lanes that are left, each of which walks at most all rows from its start on.
     numbers, limit = jnp.arange(axis.size, dtype=jnp.int32), high - low
+    going = found.carry[0] & (low < high)
     for stage in plan:
+        batch = _Batch(loop, axis, lanes)
         if stage.places < len(numbers):
-            found, numbers = _refilled(loop, axis, lanes, limit, stage, found, numbers, going)
-            if loop.bound is not None:  # these lanes are at different rows: what is left to each is its own
-                lanes = lanes._replace(has_limits=(False, True), own=[limit - found.num_steps])
+            found, numbers = _refilled(batch, stage, limit, found, numbers, going)
+            # These lanes are at different rows, of which none is read: they walk on as from the first one.
             loop, low, high = loop._replace(reverse=False), jnp.int32(0), limit
-            continue
-        leave = [jnp.int32(stage.leave)] if stage.leave else []
-        found, going, (low, high) = _walked(loop, axis, lanes, low, high, found, numbers, leave)
-        # Before: lanes in the places of this stage -> After: those that go on, without the others
-        order = active_first(going)[: stage.leave]
-        numbers, going = take(numbers, 0, order), take(going, 0, order)
+            if loop.bound is not None:
+                lanes = lanes._replace(has_limits=(False, True), own=[limit - found.num_steps])
+        else:
+            leave = [jnp.int32(stage.leave)] if stage.leave else []
+            found, going, (low, high) = _walked(batch, (low, high), leave, found, numbers)
+            # Before: lanes in the places of this stage -> After: those that go on, without the others
+            order = active_first(going)[: stage.leave]
+            numbers, going = take(numbers, 0, order), take(going, 0, order)
     return [found.num_steps, *found.carry, *found.ys]
 
 
 def _walked(
-    loop: Loop,
-    axis: Axis,
-    lanes: LaneOperands,
-    low: Any,
-    high: Any,
-    found: _LaneResults,
-    numbers: Any,
-    leave: Sequence[Any],
-    going: Any = None,
+    batch: _Batch, rows: tuple[Any, Any], leave: Sequence[Any], found: _LaneResults, numbers: Any, going: Any = None
 ) -> tuple[_LaneResults, Any, tuple[Any, Any]]:
-    """Walk rows with these lanes until no more than `leave` go on; also which go on, and the rows that are left.
+    """Walk with these lanes until no more than `leave` go on; also which go on, and the rows that are left.
 
-    `going`: which do at the start, if that is not in their carry.
+    `going`: which do at the start, if their carry does not say so.
     """
-    is_part = len(numbers) < axis.size
-    own_axes = map_leaves(lambda at, own: at if own else None, loop.inputs(LOOPS.operand_axes(loop)[2:]), lanes.mapped)
-    given, own = lanes.inputs._replace(carry=found.carry), lanes.own
-    if is_part:
-        of_part = partial(take, order=numbers)
-        given = map_leaves(lambda x, at: x if at is None else of_part(x, at), given, own_axes)
-        own = [of_part(x, 0) for x in own]
+    (low, high), loop, is_part = rows, batch.loop, len(numbers) < batch.axis.size
+    lanes = batch.take(found.carry, numbers)
     if going is not None:
-        given = given._replace(carry=[going, *given.carry[1:]])
-    given = lanes._replace(own=own, inputs=given)
-    out, num_steps = run_lanes(loop, axis.resized(len(numbers)), low, high, given, *leave)
+        lanes = lanes._replace(inputs=lanes.inputs._replace(carry=[going, *lanes.inputs.carry[1:]]))
+    out, num_steps = run_lanes(loop, batch.axis.resized(len(numbers)), low, high, lanes, *leave)
     # Before: the rows that are left -> After: those that these lanes have walked, and the rest
     reached = high - out.num_steps if loop.reverse else low + out.num_steps
     walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
     first = rest[1] - 1 if loop.reverse else rest[0]
-    going = out.carry[0] & goes_on(first, own, lanes.has_limits, loop.reverse)
+    going = out.carry[0] & goes_on(first, lanes.own, lanes.has_limits, loop.reverse)
     if not is_part:
-        return _LaneResults(num_steps, out.carry, out.ys), going, rest
-    rows = jnp.arange(loop.bound or 0, dtype=jnp.int32)
-    is_walked = (walked[0] <= rows) & (rows < walked[1])
+        return _LaneResults(num_steps, list(out.carry), list(out.ys)), going, rest
+    every_row = jnp.arange(loop.bound or 0, dtype=jnp.int32)
+    is_walked = (walked[0] <= every_row) & (every_row < walked[1])
     ys = [pick(is_walked, new, take(old, 1, numbers)) for new, old in zip(out.ys, found.ys, strict=True)]
-    of_part = _LaneResults(num_steps + take(found.num_steps, 0, numbers), out.carry, ys)
-    axes = _LaneResults(0, [0] * len(out.carry), [1] * len(ys))
-    return jax.tree.map(partial(put_back, order=numbers), found, axes, of_part), going, rest
+    new = _LaneResults(num_steps + take(found.num_steps, 0, numbers), list(out.carry), ys)
+    axes = _LaneResults(0, [0] * len(new.carry), [1] * len(ys))
+    return jax.tree.map(partial(put_back, order=numbers), found, axes, new), going, rest
 
 
 def _refilled(
-    loop: Loop,
-    axis: Axis,
-    lanes: LaneOperands,
-    limit: Any,
-    stage: Stage,
-    found: _LaneResults,
-    waiting: Any,
-    going: Any,
+    batch: _Batch, stage: Stage, limit: Any, found: _LaneResults, waiting: Any, going: Any
 ) -> tuple[_LaneResults, Any]:
-    """A stage for some of the lanes that wait, and then others; also which lanes it leaves.
+    """A stage for some of the lanes that wait, and then for others; also which lanes it leaves.
 
-    All take at most `limit` steps, from the start on. Which of those that wait go on is said in `going`.
+    All take at most `limit` steps, from their start on. Which of those that wait go on is said in `going`.
     """
-    loop, place = loop._replace(reverse=False), jnp.arange(stage.places, dtype=jnp.int32)
+    batch, place = batch._replace(loop=batch.loop._replace(reverse=False)), jnp.arange(stage.places, dtype=jnp.int32)
     waiting, count = take(waiting, 0, active_first(going)), jnp.sum(going, dtype=jnp.int32)
+    is_limited = batch.loop.bound is not None
 
     def turn(_: Any, __: Any, here: Any, taken: Any, numbers: Any, num_steps: Any, *carry: Any) -> list[Any]:
         # Of the lanes that wait, `taken` have got a place, and `here` of the places have lanes that go on.
         going, high = place < here, limit
-        if loop.bound is not None:  # until the first of these lanes has taken all of its steps
+        if is_limited:  # until the first of these lanes has taken all of its steps
             high = limit - jnp.max(jnp.where(going, take(num_steps, 0, numbers), 0))
-        leave = jnp.where(taken < count, stage.places * REFILL_AT, stage.leave).astype(jnp.int32)
+        leave = jnp.where(taken < count, int(stage.places * REFILL_AT), stage.leave).astype(jnp.int32)
         found = _LaneResults(num_steps, list(carry), [])
-        found, going, _ = _walked(loop, axis, lanes, jnp.int32(0), high, found, numbers, [leave], going)
-        if loop.bound is not None:
+        found, going, _ = _walked(batch, (jnp.int32(0), high), [leave], found, numbers, going)
+        if is_limited:
             going = going & (take(found.num_steps, 0, numbers) < limit)
+        # Before: places of lanes, some of which have finished -> After: those that go on, new ones, and others
         here = jnp.sum(going, dtype=jnp.int32)
         until = jnp.minimum(taken + stage.places - here, count)
-        # Before: places of lanes, some of which have finished -> After: those that go on, new ones, and others
         new, numbers = waiting.at[taken + place - here].get(mode="clip"), take(numbers, 0, active_first(going))
         numbers = jnp.where((here <= place) & (place < here + until - taken), new, numbers)
         here = here + until - taken
