@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from tests.fuzz.catalogue import OPERATIONS, WITH_CHECKPOINTS
-from tests.fuzz.loops import Given, Loops, Rewritten, Unrolled, Values, WithLoopax
+from tests.fuzz.loops import Given, Loops, Rewritten, Unrolled, Values, WithLoopax, few_places
 from tests.fuzz.operations import Layer
 from tests.fuzz.program import ROWS, Program
 from tests.fuzz.transformations import AROUND, DERIVATIVES, TRANSFORMATIONS, Function
@@ -113,7 +113,8 @@ def difference(program: Program) -> str | None:
 
 def _difference(program: Program, t: Any) -> str | None:
     loops, unrolled = Rewritten() if program.rewritten else WithLoopax(), Unrolled()
-    got = jax.block_until_ready(jax.jit(function(program, loops))(t, N))
+    with few_places():
+        got = jax.block_until_ready(jax.jit(function(program, loops))(t, N))
     plain = [name for name in program.transformations if name not in ("jit", "checkpoint")]
     reference = function(replace(program, transformations=tuple(plain)), unrolled)
     expected = jax.jit(reference, compiler_options=NEW_FUSION)(t, N)

@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import loopax as lx
+from loopax._src.core.jaxpr.cost import StepCost
 from tests.fuzz.program import KINDS, LANES, POLICIES, ROWS, Program
 from tests.fuzz.transformations import BATCHES, DERIVATIVES
 
@@ -65,6 +67,17 @@ def where_floats(flag: Any, tree: Any) -> Any:
     """The pytree, with ones in the place of its numbers where the flag is False."""
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     return jax.tree.map(lambda leaf: jnp.where(flag, leaf, jnp.exp(leaf - leaf)) if is_float(leaf) else leaf, tree)
+
+
+def lanes_of(program: Program) -> Any:
+    """Of half of the programs, a batch of compact lanes has fewer places than lanes (`few_places`)."""
+    is_refilled = program.lanes == "compact" and program.seed % 2
+    return lx.Compact(min_lanes=1) if is_refilled else LANES[program.lanes]
+
+
+def few_places() -> AbstractContextManager[Any]:
+    """Batches of few lanes, too, have stages that are refilled, if how fast they shrink is not given."""
+    return patch.object(StepCost, "places", lambda self, moved, lanes: max(lanes // 4, 1) if lanes > 1 else 0)
 
 
 def stored(program: Program) -> dict[str, Any]:
@@ -203,7 +216,7 @@ class WithLoopax(Loops):
             step = POLICIES[program.policy](step)
         options: dict[str, Any] = {
             **stored(program),
-            "lanes": LANES[program.lanes],
+            "lanes": lanes_of(program),
             "max_steps": program.max_steps,
             "key": key,
             "throw": False,
@@ -275,7 +288,7 @@ class Rewritten(WithLoopax):
         return results(last, ys, jnp.asarray(taken, jnp.int32), jnp.bool_(False))
 
     def prepared(self, program: Program, f: Any) -> Any:
-        options: Any = {**stored(program), "lanes": LANES[program.lanes], "max_steps": program.max_steps}
+        options: Any = {**stored(program), "lanes": lanes_of(program), "max_steps": program.max_steps}
         return lx.rewrite_loops(f, scans=True, conds=True, **options)
 
     def around(self) -> Any:
