@@ -1,6 +1,8 @@
 """Jaxprs: with other inputs, outputs or equations, with constants as inputs, without dead code."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core.primitives import stop_gradient_p
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -127,7 +130,8 @@ def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any
     """`jax.linear_transpose`, also for extended dtypes, which that refuses.
 
     Cotangents that are zero are those of their types, in memory and dtype; JAX's are numbers on the device. From JAX
-    0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`), which is refused.
+    0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`), which is refused. What has passed
+    `jax.lax.stop_gradient` has no cotangent.
     """
     avals, structure = jax.tree.flatten(types)
     debug_info = _api_util.debug_info("linear_transpose", function, types, {}).with_unknown_names()
@@ -138,10 +142,11 @@ def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any
 
     def transposed(cts: Any) -> Any:
         backward_pass: Any = _ad.backward_pass
-        if jax.__version_info__ < (0, 12):
-            found, logs = backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts)), {}
-        else:
-            found, logs = backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts), return_logs=True)
+        with _stopped_cotangents():
+            if jax.__version_info__ < (0, 12):
+                found, logs = backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts)), {}
+            else:
+                found, logs = backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts), return_logs=True)
         if logs:
             raise NotImplementedError(
                 f"the backward rule of a function in the body of a loop logs {', '.join(map(repr, logs))}, and loops "
@@ -151,6 +156,27 @@ def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any
         return structure.unflatten([zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in found])
 
     return transposed
+
+
+# JAX refuses to transpose `stop_gradient`, and writes it into programs that are to be transposed: where lanes of a
+# `lax.cond` take different branches, the operands of the others pass through it, tangents as well.
+_num_transposing, _transposing = 0, Lock()
+
+
+@contextmanager
+def _stopped_cotangents() -> Iterator[None]:
+    """Meanwhile, what has passed `stop_gradient` has no cotangent. JAX's table of rules is as it was afterwards."""
+    global _num_transposing  # noqa: PLW0603 - how many threads need the rule
+    with _transposing:
+        _num_transposing += 1
+        ad.primitive_transposes[stop_gradient_p] = lambda _, x: [ad.Zero(x.aval)]
+    try:
+        yield
+    finally:
+        with _transposing:
+            _num_transposing -= 1
+            if not _num_transposing:
+                del ad.primitive_transposes[stop_gradient_p]
 
 
 # Arrays of 64 bits where `jax_enable_x64` is off: derivatives of operations that take elements out, or put them in.

@@ -293,3 +293,28 @@ def test_derivatives_of_compact_lanes_in_another_program(loop, around):
         np.testing.assert_allclose(
             jax.tree.leaves(derivative(got)(STARTS)), jax.tree.leaves(derivative(expected)(STARTS)), rtol=1e-6
         )
+
+
+BRANCHES = {
+    "cond": lambda s, x: lax.cond(s > 0.7, lambda s: s * jnp.cos(x), lambda s: 0.8 * jnp.sqrt(s) * s, s),
+    "jitted cond": lambda s, x: jax.jit(BRANCHES["cond"])(s, x),
+    "switch": lambda s, x: lax.switch((3 * s).astype(int), [jnp.sin, lambda s: s * x / 2, lambda s: 0.6 * s], s),
+}
+
+
+@pytest.mark.parametrize("body", [*BRANCHES])
+def test_branches_in_compact_lanes_in_a_checkpoint(body):
+    """Of lanes that take different branches, JAX hands the tangents through `stop_gradient`, and cannot transpose that."""
+
+    def f(xs, lanes):
+        while_loop = lambda x: lx.while_loop(
+            lambda s: s > 0.2, lambda s: BRANCHES[body](s, x), x + 0.5, max_steps=6, throw=False, lanes=lanes
+        )
+        return jax.checkpoint(lambda xs: (jax.vmap(while_loop)(xs) ** 2).sum())(xs)
+
+    xs = jnp.array([0.9, 0.1, 1.5, 0.4])
+    for derivative in (jax.grad, jax.hessian):
+        found, expected = (jax.jit(derivative(lambda xs, how=how: f(xs, how)))(xs) for how in (COMPACT, "lockstep"))
+        assert_close(found, expected)
+    with pytest.raises(NotImplementedError):  # JAX's table of rules is as it was
+        jax.linear_transpose(lambda x: lax.stop_gradient(x), xs)(xs)
