@@ -505,3 +505,31 @@ def test_large_residuals():
     for program in (partial(deep, kind="bounded"), deep, lambda x: deep(lax.stop_gradient(x), kind="residuals"), light):
         assert lx.explain(program, x).warnings == ()
     assert lx.explain(partial(deep, kind="residuals"), jnp.ones(1)).warnings == ()
+
+
+# ---- what a gradient compiles
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "outer"),
+    [("residuals", (1, 3), (1, 2)), (lx.Checkpointed(), (1, 5), (1, 4)), ("lax", (1, 3), (1, 2))],
+)
+def test_operations_of_a_body_in_the_program(kind, inner, outer):
+    """A sine, its cosine and its product with a cotangent, and an exponential; with checkpoints, evaluated again."""
+
+    def f(x):
+        def step(x, _):
+            x = lx.fori_loop(0, 3, lambda i, x: jnp.sin(x), x)
+            return jnp.exp(x), None
+
+        return lx.scan(step, x, length=5, kind=kind)[0].sum()
+
+    around, inside = lx.explain(f, jnp.ones(3)).walk()
+    assert (around.operations, inside.operations) == (outer, inner)
+    assert f"operations of the body: 1, with the gradient {inner[1]} (" in str(lx.explain(f, jnp.ones(3)))
+
+
+def test_operations_are_not_counted_without_a_gradient():
+    found = lx.explain(lambda n: lx.while_loop(lambda i: i < n, lambda i: 2 * i, 1), jnp.int32(9))
+    assert only(found).operations == (0, 0)
+    assert "operations of the body" not in str(found)

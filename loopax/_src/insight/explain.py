@@ -1,8 +1,9 @@
 """`explain`: the loops of a function, and what its gradient stores, without running it."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from textwrap import wrap
 from typing import Any
@@ -12,6 +13,7 @@ from loopax._src.core.ir.lanes import AutoLanes, Lockstep, Sequential
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.insight.advice import REFUSALS, Advice, Stored, advice_for, aligned, in_bytes, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Value, find, found_at, gradient_of, subject
+from loopax._src.insight.program_size import operations
 from loopax._src.jax_internals import api_boundary, has_tangents
 from loopax._src.pytrees.leaves import type_in_words
 
@@ -94,6 +96,9 @@ class LoopExplanation:
     mixed_by
         The primitive that computes for a lane from other lanes. Lanes then run in lockstep, whatever `lanes` says.
         Empty if there is none, or if lanes run as `lanes` says.
+    operations
+        The number of operations of the body in the program of the value, and in that of the gradient, without those of
+        loops in the body, and without what stands on the line of a loop. Zeros if there is no gradient.
 
     """
 
@@ -115,6 +120,7 @@ class LoopExplanation:
     branch: str = ""
     mixed_by: str = ""
     lanes_taken: Any = None
+    operations: tuple[int, int] = (0, 0)
 
     def walk(self) -> Iterator["LoopExplanation"]:
         """Iterate over this loop and the loops in its body."""
@@ -278,6 +284,10 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
             yield f"body evaluations: {counts}{back}{bound}"
     else:
         yield from no_gradient
+    if all(loop.operations):
+        of_value, of_gradient = loop.operations
+        times = f" ({of_gradient / of_value:.2g} times as many to compile)"
+        yield f"operations of the body: {of_value}, with the gradient {of_gradient}{times}"
 
 
 def _runs(loop: LoopExplanation) -> str:
@@ -300,7 +310,7 @@ def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | N
 
         print(lx.explain(loss, params, xs, jnp.int32(700)))
 
-    `explain` traces the function, without compiling or running it. `explain` finds all loops, of loopax and of
+    `explain` traces and lowers the function, without compiling or running it. It finds all loops, of loopax and of
     `jax.lax`: in the function, in the libraries that it calls, and in the bodies of other loops.
 
     Parameters
@@ -332,7 +342,7 @@ def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | N
 
     Notes
     -----
-    Cost: tracing the function and its gradient.
+    Cost: tracing and lowering the function and its gradient.
 
     A `jax.vmap` around the function is not seen, so explain the mapped function.
 
@@ -340,15 +350,28 @@ def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | N
 
     """
     asked = subject("explain", fn, args, argnums)
-    loops = tuple(map(_explained, find(asked.program.closed, asked.inputs)))
+    found = find(asked.program.closed, asked.inputs)
+    loops = tuple(map(_explained, found))
     differentiated = tuple(value.name for value in asked.inputs if value.perturbed)
     problem = "" if differentiated else "no floating-point array among the arguments"
     try:
         if differentiated:
-            gradient_of(asked.program.closed, asked.perturbed)
+            gradient = gradient_of(asked.program.closed, asked.perturbed)
+            if found:
+                loops = _with_operations(loops, *(operations(p, found) for p in (asked.program.closed, gradient)))
     except REFUSALS as error:
         problem = str(error)
     return Explanation(asked.name, differentiated, loops, problem)
+
+
+def _with_operations(
+    loops: tuple[LoopExplanation, ...], value: Counter[str], gradient: Counter[str]
+) -> tuple[LoopExplanation, ...]:
+    def counted(loop: LoopExplanation) -> LoopExplanation:
+        inner = _with_operations(loop.inner, value, gradient)
+        return replace(loop, operations=(value[loop.source], gradient[loop.source]), inner=inner)
+
+    return tuple(map(counted, loops))
 
 
 def explanation_of(eqn: Any) -> LoopExplanation:

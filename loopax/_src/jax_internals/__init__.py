@@ -12,6 +12,7 @@ from jax.interpreters import ad
 
 # The names without an underscore are what the rest of loopax may use: each file has its own.
 from loopax._src.jax_internals.jaxprs import *
+from loopax._src.jax_internals.lowered import calls_of_operations
 from loopax._src.jax_internals.not_yet_made import *
 from loopax._src.jax_internals.one_function import can_be_function
 from loopax._src.jax_internals.operations import *
