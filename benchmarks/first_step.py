@@ -142,6 +142,44 @@ def _rounded(milliseconds: Any) -> Any:
     return milliseconds if isinstance(milliseconds, str) else round(milliseconds, 1)
 
 
+def nested(levels: int, bound: int | None, kind: Any) -> Function:
+    """As many loops, each in the body of another one, around an arc tangent."""
+
+    def run(x: Any, level: int) -> Any:
+        if not level:
+            return jnp.arctan(x)
+        return lx.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, run(c[1], level - 1)), (0, x), max_steps=bound, kind=kind
+        )[1]
+
+    return lambda x: run(x, levels).sum()
+
+
+ORDERS: dict[str, Function] = {
+    "value": lambda f: f,
+    "gradient": jax.grad,
+    "gradient twice": lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()),
+}
+
+
+def copies() -> list[dict[str, Any]]:
+    """How often the innermost body stands in a program; the loops of the program behind it."""
+    rows = []
+    for name, bound, kind in (
+        ("residuals", 3, lx.Residuals()),
+        ("bounded", 3, lx.Bounded()),
+        ("checkpointed, max_steps", 3, lx.Checkpointed()),
+        ("checkpointed", None, lx.Checkpointed()),
+    ):
+        for order, derivative in ORDERS.items():
+            row: dict[str, Any] = {"kind": name, "program": order}
+            for levels in range(1, 5):
+                text = jax.jit(derivative(nested(levels, bound, kind))).lower(X).as_text()
+                row[f"{levels} loops"] = f"{text.count('chlo.atan')} ({text.count('stablehlo.while')})"
+            rows.append(row)
+    return rows
+
+
 def tables() -> list[Findings]:
     """The tables."""
     remark = "Milliseconds to trace, lower and compile, the median of five; `loops` are loopax's in the program."
@@ -149,4 +187,10 @@ def tables() -> list[Findings]:
     return [
         Findings("Seconds before the first step", compile_times, remark, counts=("loops",)),
         Findings("Seconds before the first step, new lambdas", eager_times, again),
+        Findings(
+            "Seconds before the first step, copies of the innermost body",
+            copies,
+            "Of loops in one another: how often the body of the innermost one stands in the program, and, in brackets, "
+            "how many loops the program has.",
+        ),
     ]

@@ -44,16 +44,17 @@ class Compact(Lanes):
       number of steps. They run in groups, one group after another. The eighth of the lanes with the most steps runs in
       groups of `min_lanes`. The others run in groups of an eighth of the lanes, but of at most about four times
       `min_lanes`.
-    - If the numbers of steps are not known (`while_loop`, `scan` with `stop`), all lanes start together. When at most
-      half of the lanes are left, they are gathered into a smaller batch (a stage). Stages become smaller in this way,
-      down to `min_lanes`.
+    - If the numbers of steps are not known (`while_loop`, `scan` with `stop`), lanes run in stages. A stage is a batch
+      with a fixed number of places. It runs until few enough lanes are left for the next stage, which is smaller. On a
+      CPU, the first stage may have fewer places than there are lanes: lanes that wait then take the places of lanes
+      that have finished. Otherwise all lanes start together.
 
     Parameters
     ----------
     shrink
-        The size of a stage divided by the size of the next stage: a number from 2 on. None: 2 while many lanes are
-        left, and more for the last lanes (1024, 512, 256, 95, 32, 8). For a body of a few operations on a few numbers,
-        None is 3, down to 32 lanes. 2 compiles more stages, and is a few per cent faster than None.
+        The size of a stage divided by the size of the next stage: a number from 2 on. The first stage is then as large
+        as the batch. None: as few stages as are about as fast, by what a step costs (docs/lanes.md). 2 compiles more
+        stages, and is a few per cent faster than None.
     min_lanes
         The fewest lanes in a group or a stage, from 1 on: as many as keep the device busy. A batch that is smaller
         itself stays as it is. None: on a CPU 4 for stages and 32 for groups, on other devices 4096 (not measured).
@@ -70,8 +71,7 @@ class Compact(Lanes):
 
     Notes
     -----
-    Compile time: groups take about 3 times as long as lockstep. Stages of 1024 lanes take 6 times as long, and 7 times
-    with a gradient.
+    Compile time: groups take about 3 times as long as lockstep, and stages of 1024 lanes about 3.5 times.
 
     Reverse mode always runs in groups. Stages store nothing, so after stages reverse mode runs the forward pass once
     more.
