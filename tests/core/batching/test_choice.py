@@ -19,6 +19,8 @@ X = np.ones((1000, 25), np.float32)
 BODIES = {
     "layer": (lambda h: jnp.tanh(W @ h), 64),
     "regression": (lambda h: h - jax.nn.sigmoid(X @ h) @ X, 25),
+    "small layers": (lambda h: 0.1 * jnp.tanh(h @ W[:8, :32]) @ W[:32, :8], 8),
+    "smallest layers": (lambda h: 0.1 * jnp.tanh(h @ W[:4, :8]) @ W[:8, :4], 4),
     "two operations": (lambda h: h * 0.5 + 1.0, 3),
     "functions": (lambda h: jnp.sin(h) + jnp.exp(h), 2000),
 }
@@ -65,20 +67,21 @@ def test_results_are_those_of_lockstep(body, transform):
 
 
 @pytest.mark.parametrize(
-    ("lanes", "is_cheap", "sizes"),
+    ("lanes", "shrink", "sizes"),
     [
-        (1024, False, [1024, 512, 256, 95, 32, 8]),
-        (32, False, [32, 8]),
-        (16, False, [16, 4]),
-        (8, False, [8]),
-        (1024, True, [1024, 128]),
-        (64, True, [64]),
-        (1, False, [1]),
-        (0, False, [0]),
+        (1024, None, [1024, 512, 256, 95, 32, 8]),
+        (32, None, [32, 8]),
+        (16, None, [16, 4]),
+        (8, None, [8]),
+        (1024, 8.0, [1024, 128]),
+        (1024, 3.0, [1024, 342, 114, 38]),
+        (64, 8.0, [64]),
+        (1, None, [1]),
+        (0, None, [0]),
     ],
 )
-def test_stages_by_default(lanes, is_cheap, sizes):
-    assert [stage.places for stage in stages(Compact(), lanes, is_cheap)] == sizes
+def test_stages_by_default(lanes, shrink, sizes):
+    assert [stage.places for stage in stages(Compact(), lanes, shrink)] == sizes
 
 
 @pytest.mark.parametrize(
@@ -90,11 +93,13 @@ def test_stages_by_default(lanes, is_cheap, sizes):
         ("layer", 16384, [4096, 512, 64, 8]),  # a quarter of the lanes, on several cores as well
         ("regression", 32, [8]),  # a step that costs much is compiled once
         ("two operations", 1024, [1024, 128]),
+        ("small layers", 1024, [128, 16]),
+        ("smallest layers", 1024, [1024, 342, 114, 38]),
     ],
 )
 def test_stages_that_are_refilled(body, lanes, sizes):
     cost = step_cost(body_of(body), 0)
-    found = stages(Compact(), lanes, cost.is_cheap, partial(cost.places, 0))
+    found = stages(Compact(), lanes, cost.shrink, partial(cost.places, 0))
     assert [stage.places for stage in found] == sizes
 
 

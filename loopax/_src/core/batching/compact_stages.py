@@ -182,9 +182,9 @@ def _stages(loop: Loop, mapped: Mask, lanes: int) -> list[Stage]:
     # Lanes in places that are refilled are at different rows, so they may not read any, nor have limits of their own.
     reads_rows = loop.input_avals.xs or loop.output_avals.ys or any(inputs & 1 for inputs in dependence(loop.body))
     if reads_rows or any(mapped[:2]) or loop.reporting or loop.body.effects:
-        return stages(loop.lanes, lanes, cost.is_cheap)
+        return stages(loop.lanes, lanes, cost.shrink)
     moved = num_bytes(select(mapped[2:], loop.body.in_avals[1:]))
-    return stages(loop.lanes, lanes, cost.is_cheap, partial(cost.places, moved))
+    return stages(loop.lanes, lanes, cost.shrink, partial(cost.places, moved))
 
 
 class _Batch(NamedTuple):

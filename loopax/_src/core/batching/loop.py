@@ -72,7 +72,7 @@ def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
     if not isinstance(lanes, int) or lanes < 2:
         return Lockstep()
     cost = step_cost(body, num_consts)
-    sizes = [stage.places for stage in stages(Compact(), lanes, cost.is_cheap)]
+    sizes = [stage.places for stage in stages(Compact(), lanes, cost.shrink)]
     # What a step of a lane costs in stages of these sizes, for each of its own steps.
     durations = [log(size / smaller) for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True)]
     durations[-1] += LAST_LANE

@@ -195,8 +195,7 @@ LARGER = 4
 # take the last steps, and a stage for them saves less than it takes to compile.
 SHRINKS = (2.0, 2.0, 2.7, 3.0)
 LAST_SHRINK, FEW_LANES = 4.0, 64
-# Of a step that costs little, a larger batch costs little more.
-SHRINK_IF_CHEAP, FEWEST_IF_CHEAP = 8.0, 32
+FEWEST_IF_CHEAP = 32  # of a step that costs little, a larger batch costs little more
 # Two or three stages that are refilled take about as long as six that are not, and are compiled in half of the time.
 SHRINK_IF_REFILLED = 8
 REFILL_AT = 3 / 4  # of its places: when no more lanes go on
@@ -213,15 +212,15 @@ class Stage(NamedTuple):
 
 
 def stages(
-    compact: Compact, lanes: int, is_cheap: bool = False, places: Callable[[int], int] | None = None
+    compact: Compact, lanes: int, shrink: float | None = None, places: Callable[[int], int] | None = None
 ) -> list[Stage]:
-    """The stages of a batch. A cheap step has fewer of them.
+    """The stages of a batch. A step that costs little has fewer of them, each smaller by `shrink` than the one before.
 
     `places`: of a stage for so many lanes that is refilled, zero if it should not be; None if no stage may be.
     """
-    sizes = _sizes(compact, lanes, is_cheap)
+    sizes = _sizes(compact, lanes, shrink)
     found = _one_after_another(sizes)
-    if places is None or compact.shrink is not None or is_cheap or jax.default_backend() != "cpu":
+    if places is None or compact.shrink is not None or jax.default_backend() != "cpu":
         return found
     fewest = fewest_lanes(compact, CPU_STAGE)
     for index, size in enumerate(sizes):
@@ -237,20 +236,15 @@ def _one_after_another(sizes: list[int]) -> list[Stage]:
     return [Stage(size, leave) for size, leave in zip(sizes, [*sizes[1:], 0], strict=True)]
 
 
-def _sizes(compact: Compact, lanes: int, is_cheap: bool) -> list[int]:
+def _sizes(compact: Compact, lanes: int, shrink: float | None) -> list[int]:
     """Of stages that are not refilled, from the whole batch down."""
     fewest = fewest_lanes(compact, CPU_STAGE)
-    if is_cheap and compact.shrink is None:
+    if shrink is not None and compact.shrink is None:
         fewest = max(fewest, FEWEST_IF_CHEAP)
-    sizes = [lanes]
+    sizes, shrink = [lanes], compact.shrink or shrink
     while True:
-        if compact.shrink is not None:
-            shrink = compact.shrink
-        elif is_cheap or sizes[-1] > FEW_LANES:
-            shrink = SHRINK_IF_CHEAP if is_cheap else SHRINKS[min(len(sizes), len(SHRINKS)) - 1]
-        else:
-            shrink = LAST_SHRINK
-        smaller = -int(-sizes[-1] // shrink)
+        of_many = SHRINKS[min(len(sizes), len(SHRINKS)) - 1]
+        smaller = -int(-sizes[-1] // (shrink or (of_many if sizes[-1] > FEW_LANES else LAST_SHRINK)))
         if smaller < fewest or smaller >= sizes[-1]:
             return sizes
         sizes.append(smaller)

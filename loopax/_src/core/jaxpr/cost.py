@@ -24,6 +24,7 @@ STEP_ALONE = 0.04  # a step of one lane, in `Costs.step`
 CHEAP_STEP = 330  # elements
 MOST_ON_ONE_CORE = 65_536  # numbers that one operation computes
 # A batch whose places are refilled (docs/benchmark.md).
+SHRINK_IF_CHEAP, SHRINK_OF_CALLS = 8.0, 3.0  # of stages that are not refilled
 FEWEST_PLACES, MOST_PLACES, LANES_PER_PLACE = 8, 128, 4
 OVERHEAD_IN_PLACES = 8  # of as many lanes as there are places, in times of the overhead: more places gain little
 REFILLING, STEPS_BETWEEN = 25_000, 10  # ns, and how many steps there are between two times, say
@@ -52,7 +53,16 @@ class StepCost(NamedTuple):
     @property
     def is_cheap(self) -> bool:
         """Whether it is some elementwise operations on a few numbers."""
+        return not self.of_batch and self._costs_little
+
+    @property
+    def _costs_little(self) -> bool:
         return self.of_lane < CHEAP_STEP * costs().elementwise
+
+    @property
+    def shrink(self) -> float | None:
+        """By what each stage of a batch is smaller than the one before it, where fewer lanes cost not much less."""
+        return SHRINK_IF_CHEAP if self.is_cheap else SHRINK_OF_CALLS if self._costs_little else None
 
     @property
     def most_on_one_core(self) -> int:
@@ -64,7 +74,7 @@ class StepCost(NamedTuple):
 
         `moved`: the bytes of a lane that are gathered for it, and put back.
         """
-        if 2 * moved * costs().cached_byte / STEPS_BETWEEN > self.of_lane:
+        if self.is_cheap or 2 * moved * costs().cached_byte / STEPS_BETWEEN > self.of_lane:
             return 0
         overhead = REFILLING / STEPS_BETWEEN + costs().step + self.of_batch
         most, places = lanes // LANES_PER_PLACE, FEWEST_PLACES
@@ -72,7 +82,8 @@ class StepCost(NamedTuple):
             return most if most > self.most_on_one_core else 0
         while 2 * places <= min(most, MOST_PLACES) and places * self.of_lane < OVERHEAD_IN_PLACES * overhead:
             places *= 2
-        return places if places <= most and places * self.of_lane > overhead else 0
+        least = overhead / 2 if places == MOST_PLACES else overhead
+        return places if places <= most and places * self.of_lane > least else 0
 
 
 def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:

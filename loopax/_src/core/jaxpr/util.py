@@ -144,8 +144,13 @@ def inner_jaxprs(eqn: Any) -> Iterator[ClosedJaxpr]:
     return programs_in(tuple(eqn.params.values()))
 
 
+_PLAIN = {bool, int, float, str, type(None)}  # asked first: most parameters are, and these functions are called often
+
+
 def programs_in(value: Any) -> Iterator[ClosedJaxpr]:
     """The jaxprs in a parameter of an equation, or in several of them."""
+    if type(value) in _PLAIN:
+        return
     if (held := jaxi.held_program(value)) is not None:
         yield held
     elif isinstance(value, tuple | list):
