@@ -70,8 +70,9 @@ SIZES = [(1, 2, 1), (7, 2.5, 3), (20, 2, 3)]
 SIZES += [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2, 1), (13, 4, 1))]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("lanes", "shrink", "min_lanes"), SIZES)
-def test_any_sizes(lanes, shrink, min_lanes):
+def test_any_sizes(lanes, shrink, min_lanes, reverse):
     """Rows that are read and written, in the order of the lanes."""
     rows = np.arange(lanes * 4.0).reshape(lanes, 4)
 
@@ -80,20 +81,24 @@ def test_any_sizes(lanes, shrink, min_lanes):
             stop = (lambda c, _: c[1] >= n - 1) if stops else None
             length = jnp.where(n > 0, 4, 0) if stops else n
             step = lambda c, x: ((c[0] + x, c[1] + 1), c[0] * x)
-            return lx.scan(step, (0.0, 0), xs, length=length, lanes=lx.Compact(shrink, min_lanes), stop=stop)
+            options = {"lanes": lx.Compact(shrink, min_lanes), "stop": stop, "reverse": reverse}
+            return lx.scan(step, (0.0, 0), xs, length=length, **options)
 
         return jax.vmap(f)(rows, counts)
 
-    def wanted(counts):
-        """The sum of the first rows, their number, and each row times the sum before it."""
-        taken = np.where(np.arange(4) < counts[:, None], rows, 0.0)
-        return (taken.sum(1), counts), taken * (np.cumsum(taken, 1) - taken)
+    def wanted(counts, stops):
+        """The sum of the rows that are taken, their number, and each row times the sum before it."""
+        first = np.where(counts > 0, 4 - counts, 0) if reverse and stops else 0 * counts
+        is_taken = (first[:, None] <= np.arange(4)) & (np.arange(4) < (first + counts)[:, None])
+        taken = np.where(is_taken, rows, 0.0)
+        before = np.cumsum(taken[:, ::-1], 1)[:, ::-1] if reverse else np.cumsum(taken, 1)
+        return (taken.sum(1), counts), taken * (before - taken)
 
     found = jax.jit(lambda counts: (run(counts, stops=False), run(counts, stops=True)))
     for seed in range(5):
         counts = np.random.RandomState(seed).randint(0, 5, lanes)
         one_at_least = np.where(counts > 0, np.maximum(counts - 1, 1), 0)
-        assert_close(found(counts), (wanted(counts), wanted(one_at_least)))
+        assert_close(found(counts), (wanted(counts, False), wanted(one_at_least, True)))
 
 
 # ---- costs
