@@ -6,10 +6,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
 from benchmarks.counter import Counter
@@ -527,6 +530,35 @@ def test_operations_of_a_body_in_the_program(kind, inner, outer):
     around, inside = lx.explain(f, jnp.ones(3)).walk()
     assert (around.operations, inside.operations) == (outer, inner)
     assert f"operations of the body: 1, with the gradient {inner[1]} (" in str(lx.explain(f, jnp.ones(3)))
+
+
+def test_operations_are_not_counted_where_jax_cannot_lower_the_program():
+    """Of a symbolic shape, or on an axis that has no length here: the gradient is explained all the same."""
+    f = lambda x: lx.scan(lambda x, _: (jnp.sin(x), None), x, length=5)[0].sum()
+    found = lx.explain(f, jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), "float32"))
+    assert (found.problem, only(found).operations) == ("", (0, 0))
+
+    def on_axis(x):
+        found = lx.explain(lambda x: lx.scan(lambda c, _: (c + lax.psum(c, "i"), None), x, length=5)[0].sum(), x)
+        assert (found.problem, only(found).operations) == ("", (0, 0))
+        return x
+
+    jax.vmap(on_axis, axis_name="i")(jnp.ones(4))
+
+
+def test_what_is_explained_without_a_mesh_is_not_taken_for_what_is_run_on_it():
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+
+    def f(x):
+        loop = lambda x: lx.scan(lambda c, _: (jnp.sin(c), None), x, length=5)[0]
+        return jax.shard_map(loop, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))(x).sum()
+
+    x = jnp.linspace(0.1, 0.5, 4)
+    kept = jax.make_jaxpr(f)(x)  # the program of the loop is recognised while this one is in use
+    assert lx.explain(f, x).problem == ""
+    expected = jax.grad(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, length=5)[0].sum())(x)
+    np.testing.assert_allclose(jax.grad(f)(x), expected, rtol=1e-6)
+    del kept
 
 
 def test_operations_are_not_counted_without_a_gradient():

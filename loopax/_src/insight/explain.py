@@ -98,7 +98,8 @@ class LoopExplanation:
         Empty if there is none, or if lanes run as `lanes` says.
     operations
         The number of operations of the body in the program of the value, and in that of the gradient, without those of
-        loops in the body, and without what stands on the line of a loop. Zeros if there is no gradient.
+        loops in the body, and without what stands on the line of a loop. Zeros if there is no gradient, or if JAX
+        cannot lower the program here (for another device, or of a symbolic shape).
 
     """
 
@@ -357,8 +358,7 @@ def explain(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | N
     try:
         if differentiated:
             gradient = gradient_of(asked.program.closed, asked.perturbed)
-            if found:
-                loops = _with_operations(loops, *(operations(p, found) for p in (asked.program.closed, gradient)))
+            loops = _with_operations(loops, *(operations(p, found) for p in (asked.program.closed, gradient)))
     except REFUSALS as error:
         problem = str(error)
     return Explanation(asked.name, differentiated, loops, problem)

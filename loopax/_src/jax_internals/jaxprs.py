@@ -1,7 +1,7 @@
 """Jaxprs: with other inputs, outputs or equations, with constants as inputs, without dead code."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.state import discharge as _discharge
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.extend.core.primitives import stop_gradient_p
+from jax.extend.core.primitives import select_n_p, stop_gradient_p
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -130,8 +130,7 @@ def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any
     """`jax.linear_transpose`, also for extended dtypes, which that refuses.
 
     Cotangents that are zero are those of their types, in memory and dtype; JAX's are numbers on the device. From JAX
-    0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`), which is refused. What has passed
-    `jax.lax.stop_gradient` has no cotangent.
+    0.12 on a backward rule may also log (`jax.custom_vjp.defvjp_with_logs`), which is refused.
     """
     avals, structure = jax.tree.flatten(types)
     debug_info = _api_util.debug_info("linear_transpose", function, types, {}).with_unknown_names()
@@ -142,7 +141,7 @@ def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any
 
     def transposed(cts: Any) -> Any:
         backward_pass: Any = _ad.backward_pass
-        with _stopped_cotangents():
+        with _stopped_cotangents() if _stops_in_choices(jaxpr) else nullcontext():
             if jax.__version_info__ < (0, 12):
                 found, logs = backward_pass(jaxpr, True, consts, linear, jax.tree.leaves(cts)), {}
             else:
@@ -161,6 +160,26 @@ def linear_transpose(function: Callable[..., Any], *types: Any) -> Callable[[Any
 # JAX refuses to transpose `stop_gradient`, and writes it into programs that are to be transposed: where lanes of a
 # `lax.cond` take different branches, the operands of the others pass through it, tangents as well.
 _num_transposing, _transposing = 0, Lock()
+
+
+def _stops_in_choices(jaxpr: Any) -> bool:
+    """Whether there are any, and each is a choice: the other is its operand."""
+    stopping = [eqn for eqn in jaxpr.eqns if eqn.primitive is stop_gradient_p]
+    for eqn in stopping:
+        (x,), (y,) = eqn.invars, eqn.outvars
+        uses = [use for use in jaxpr.eqns if any(atom is y for atom in use.invars)]
+        is_choice = all(use.primitive is select_n_p and any(atom is x for atom in use.invars) for use in uses)
+        if not is_choice or any(atom is y for atom in jaxpr.outvars):
+            return False
+    inner = [program.jaxpr for eqn in jaxpr.eqns for program in _programs_in(eqn) if _stops(program.jaxpr)]
+    return bool(stopping or inner) and all(map(_stops_in_choices, inner))
+
+
+def _stops(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive is stop_gradient_p or any(_stops(program.jaxpr) for program in _programs_in(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 @contextmanager

@@ -323,3 +323,32 @@ def test_branches_in_compact_lanes_in_a_checkpoint(body):
         assert_close(found, expected)
     with pytest.raises(NotImplementedError):  # JAX's table of rules is as it was
         jax.linear_transpose(lax.stop_gradient, xs)(xs)
+
+
+def with_rule(rule):
+    function = jax.custom_jvp(jnp.sin)
+    function.defjvp(lambda p, t: (jnp.sin(p[0]), rule(p[0], t[0])))
+    return function
+
+
+def test_a_tangent_that_is_stopped_has_no_reverse_mode():
+    """As with `jax.lax.scan`: forward and reverse mode would differ."""
+    function = with_rule(lambda x, t: 2.0 * lax.stop_gradient(t))
+    f = lambda x: lx.scan(lambda c, _: (function(c), None), x, None, length=3)[0]
+    assert_close(jax.jvp(f, (1.0,), (1.0,))[1], jnp.asarray(8.0))
+    with pytest.raises(NotImplementedError, match="stop_gradient"):
+        jax.grad(f)(1.0)
+
+
+def test_second_derivatives_are_those_of_a_rule():
+    """Of a function that is the derivative of no other one."""
+    function = with_rule(lambda x, t: 3.0 * t * jnp.cos(x))
+    counts, xs = np.array([3, 2, 1, 4]), np.linspace(0.2, 0.7, 4)
+
+    def f(xs, lanes):
+        body = lambda c: (function(c[0]), c[1] + 1)
+        lane = lambda x, n: lx.while_loop(lambda c: c[1] < n, body, (x, 0), lanes=lanes, max_steps=8)[0]
+        return (jax.vmap(lane)(xs, counts) ** 2).sum()
+
+    found, expected = (jax.jit(jax.hessian(lambda xs, how=how: f(xs, how)))(xs) for how in (COMPACT, "lockstep"))
+    assert_close(found, expected)

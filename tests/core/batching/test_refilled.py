@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from tests.support.reference import assert_close
 
 LANES, LIMIT = 10, 5
 A, X = np.linspace(1.1, 3.5, LANES), np.linspace(0.2, 0.7, LANES)
+COUNTED = np.arange(LANES) % 7
 COUNTS = st.lists(st.integers(0, 7), min_size=LANES, max_size=LANES).map(np.array)
 
 
@@ -36,13 +38,14 @@ def two_places():
 
 
 def logistic(limit: int | None, lanes: Any = None) -> Any:
-    """Steps of x <- a x (1 - x), of which the last one may be refused; also how many were taken."""
+    """Steps of x <- a x (1 - x), at most so many; also how many were taken, and whether there would be more."""
 
     def f(a: Any, x: Any, n: Any) -> Any:
         body = lambda c: (a * c[0] * (1.0 - c[0]), c[1] + 1)
-        options: Any = {} if limit is None else {"max_steps": limit, "throw": False}
         how = lx.Compact(min_lanes=1) if lanes is None else lanes
-        return lx.while_loop(lambda c: c[1] < n, body, (x, 0), lanes=how, **options)
+        options: Any = {"lanes": how, "max_steps": limit, "throw": False, "info": True}
+        (x, taken), info = lx.while_loop(lambda c: c[1] < n, body, (x, 0), **options)
+        return x, taken, info.num_steps, info.limit_reached
 
     return f
 
@@ -108,18 +111,52 @@ def test_values_by_hand():
         taken = min(int(n), LIMIT)
         for _ in range(taken):
             x = a * x * (1.0 - x)
-        return x, taken
+        return x, taken, np.int32(taken), taken < n
 
     counts = np.arange(LANES)[::-1] % 7
-    expected, taken = zip(*(by_hand(*lane) for lane in zip(A, X, counts, strict=True)), strict=True)
-    assert_close(jax.jit(jax.vmap(logistic(LIMIT)))(A, X, counts), (np.array(expected), np.array(taken)))
+    expected = zip(*(by_hand(*lane) for lane in zip(A, X, counts, strict=True)), strict=True)
+    assert_close(jax.jit(jax.vmap(logistic(LIMIT)))(A, X, counts), tuple(map(np.array, expected)))
+
+
+def test_the_lane_at_its_limit_is_named():
+    counts = np.minimum(np.arange(LANES), LIMIT)
+    counts[7] = LIMIT + 1
+    f = lambda n: lx.while_loop(lambda i: i < n, lambda i: i + 1, 0, max_steps=LIMIT, lanes=lx.Compact(min_lanes=1))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="First at index 7 of the batch"):
+        jax.block_until_ready(eqx.filter_jit(jax.vmap(f))(counts))
+
+
+@pytest.mark.parametrize("how", ["grad", "linearize"])
+def test_derivatives_of_a_batch_that_is_mapped_as_a_whole(how):
+    """An ensemble: repeated for the lanes of one flat batch, its weights would take more memory than all else."""
+    weights, xs, counts = (
+        np.stack([np.eye(30), 0.9 * np.eye(30), np.ones((30, 30)) / 30]),
+        np.ones((LANES, 30)),
+        COUNTED,
+    )
+
+    def members(weights, lanes):
+        def lane(w, x, n):
+            body = lambda c: (jnp.tanh(w @ c[0]), c[1] + 1)
+            return lx.while_loop(lambda c: c[1] < n, body, (x, 0), max_steps=7, lanes=lanes)[0]
+
+        return jax.vmap(jax.vmap(lane, (None, 0, 0)), (0, None, None))(weights, xs, counts)
+
+    def derivative(lanes):
+        if how == "grad":
+            return jax.grad(lambda w: (members(w, lanes) ** 2).sum())(weights)
+        return jax.linearize(lambda w: members(w, lanes), weights)[1](weights)
+
+    found, expected = (
+        jax.jit(lambda lanes=lanes: derivative(lanes))() for lanes in (lx.Compact(min_lanes=1), "lockstep")
+    )
+    assert_close(found, expected)
 
 
 def test_without_jit():
-    counts = np.arange(LANES) % 7
     with jax.disable_jit():
-        found = jax.vmap(logistic(LIMIT))(A, X, counts)
-    assert_close(found, jax.vmap(logistic(LIMIT, "lockstep"))(A, X, counts))
+        found = jax.vmap(logistic(LIMIT))(A, X, COUNTED)
+    assert_close(found, jax.vmap(logistic(LIMIT, "lockstep"))(A, X, COUNTED))
 
 
 def test_the_transpose_of_a_linear_loop():

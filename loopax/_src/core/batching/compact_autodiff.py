@@ -21,6 +21,7 @@ from loopax._src.core.batching.compact_primitive import (
     compact_vmap_of,
     compact_vmap_p,
     evaluate_batch,
+    program_with_derivatives,
 )
 from loopax._src.core.batching.compact_stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
@@ -108,7 +109,7 @@ def compact_vmap_partial_eval(trace: Any, *tracers: Any, **params: Any) -> list[
         later = [bool(needed & given) for needed in dependence(inner.program)]
         if all(later):
             return jaxi.leave_for_later(trace, compact_vmap_p, tracers, inner._asdict())
-        return jaxi.evaluate_partially(trace, inner.program, tracers, later)
+        return jaxi.evaluate_partially(trace, program_with_derivatives(inner), tracers, later)
     known, unknown, outputs = part
     # Before: [low, high, *consts, *carry, *xs] -> After: [low, high, *known consts, *known carry, *known xs]
     low, high = map(jaxi.known_value, tracers[:2])
@@ -166,9 +167,9 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
         return jaxi.linearized(jvp_expanded(evaluate_batch), nonzero, *operands, **params)
     loop, perturbed = inner.static, map_leaves(bool, inner.static.inputs(nonzero[2:]))
     jvp.refuse_effects(loop.body)
-    if _acts_in_custom(loop.body):
-        # Functions with derivatives of their own have the effects of their rules. What runs in groups has none, so
-        # the stages are those of the known part of the loop on pairs.
+    if _calls_custom(loop.body):
+        # Functions with derivatives of their own are what their rules compute, and have the effects of these. What
+        # runs in groups has no effects, so the stages are those of the known part of the loop on pairs.
         pair, of_pair, _ = jvp.jvp_loop(loop, perturbed)
         unknown = append_each(map_leaves(lambda _: False, of_pair), select_each(of_pair, of_pair))
         known = known_loop(pair, unknown, unknown_outputs(pair, unknown))
@@ -190,10 +191,9 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
     return out.leaves, [has_one and next(flags) for has_one in mask], tangents_of
 
 
-def _acts_in_custom(program: ClosedJaxpr) -> bool:
-    """Whether a function with derivatives of its own has effects."""
-    acting = [eqn for eqn in program.eqns if jaxi.happens(eqn.effects)]
-    return any(jaxi.is_custom(eqn) or any(map(_acts_in_custom, inner_jaxprs(eqn))) for eqn in acting)
+def _calls_custom(program: ClosedJaxpr) -> bool:
+    """Whether there is a function with derivatives of its own."""
+    return any(jaxi.is_custom(eqn) or any(map(_calls_custom, inner_jaxprs(eqn))) for eqn in program.eqns)
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:

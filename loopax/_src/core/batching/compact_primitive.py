@@ -6,6 +6,7 @@ but for the loops of `core/batching/compact_autodiff.py`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 # Operands that only one of two vmaps maps are repeated for the lanes of the other one, if that is no more than this
 # many bytes, or than what the lanes have already.
 REPEATED_BYTES = 64 * 1024
+SHRINK_OF_PROGRAMS = 3.0  # of each stage, where a program is mapped as it is
 
 
 # The primitive has three roles, one for each kind of rule:
@@ -109,10 +111,11 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     refuse_collectives(inner.program, outer.name)
     mapped, sizes = is_batched(dims), (outer.size, inner.axis.size)
     if not _joins(inner, mapped, sizes, operands):
-        # What does not depend on the new lanes stays as it is.
-        out_axes = axes_of(jaxi.batched_outputs(inner.program, axis_data, mapped))
+        # What does not depend on the new lanes stays as it is. Derivatives are those of the mapped program.
+        program = program_with_derivatives(inner)
+        out_axes = axes_of(jaxi.batched_outputs(program, axis_data, mapped))
         in_axes = [None if d is None else int(d) for d in dims]
-        function = jax.vmap(jaxpr_as_fun(inner.program), in_axes, out_axes, **jaxi.axis_arguments(axis_data))
+        function = jax.vmap(jaxpr_as_fun(program), in_axes, out_axes, **jaxi.axis_arguments(axis_data))
         return function(*operands), out_axes
     refuse_gathering(outer)
     flat = []
@@ -133,6 +136,15 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     # Before: [..., new lanes x lanes, ...] -> After: [..., new lanes, lanes, ...]
     pairs = zip(results, result_axes, strict=True)
     return [y.reshape(*y.shape[:at], *sizes, *y.shape[at + 1 :]) for y, at in pairs], result_axes
+
+
+def program_with_derivatives(inner: CompactVmap) -> ClosedJaxpr:
+    """The program of a batch that has a reverse mode itself. A stage that is refilled has none: it has no bound."""
+    static = inner.static
+    if not getattr(static, "predicated", False) or static.lanes.shrink is not None:
+        return inner.program
+    static = static._replace(lanes=replace(static.lanes, shrink=SHRINK_OF_PROGRAMS))
+    return _program(static, inner.rules, inner.axis, inner.mapped, tuple(inner.program.in_avals))
 
 
 def _joins(inner: CompactVmap, newly_mapped: Mask, sizes: tuple[int, int], operands: Sequence[Any]) -> bool:

@@ -249,8 +249,9 @@ def _walked(
     """
     (low, high), loop, is_part = rows, batch.loop, len(numbers) < batch.axis.size
     lanes = batch.take(found.carry, numbers)
-    if going is not None:
-        lanes = lanes._replace(inputs=lanes.inputs._replace(carry=[going, *lanes.inputs.carry[1:]]))
+    predicates, walking = lanes.inputs.carry[0], going
+    if walking is not None:
+        lanes = lanes._replace(inputs=lanes.inputs._replace(carry=[walking, *lanes.inputs.carry[1:]]))
     out, num_steps = run_lanes(loop, batch.axis.resized(len(numbers)), low, high, lanes, *leave)
     # Before: the rows that are left -> After: those that these lanes have walked, and the rest
     reached = high - out.num_steps if loop.reverse else low + out.num_steps
@@ -262,7 +263,10 @@ def _walked(
     every_row = jnp.arange(loop.bound or 0, dtype=jnp.int32)
     is_walked = (walked[0] <= every_row) & (every_row < walked[1])
     ys = [pick(is_walked, new, take(old, 1, numbers)) for new, old in zip(out.ys, found.ys, strict=True)]
-    new = _LaneResults(num_steps + take(found.num_steps, 0, numbers), list(out.carry), ys)
+    carry = list(out.carry)
+    if walking is not None:  # those that do not walk would perhaps go on, but have taken all of their steps
+        carry[0] = jnp.where(walking, carry[0], predicates)
+    new = _LaneResults(num_steps + take(found.num_steps, 0, numbers), carry, ys)
     axes = _LaneResults(0, [0] * len(new.carry), [1] * len(ys))
     return jax.tree.map(partial(put_back, order=numbers), found, axes, new), going, rest
 

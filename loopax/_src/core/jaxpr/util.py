@@ -239,14 +239,15 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
     """Cache on the first argument's jaxpr, weakly, so that a jaxpr that is no longer used goes away.
 
     The first argument is a jaxpr, or a NamedTuple whose first field is one. Cached values must not
-    hold that jaxpr themselves, or they would keep their own key alive.
+    hold that jaxpr themselves, or they would keep their own key alive. What is computed under a mesh or a setting of
+    JAX is not for others.
     """
     cache: WeakKeyDictionary[ClosedJaxpr, dict[Any, T]] = WeakKeyDictionary()
 
     @wraps(function)
     def cached(key: Any, *arguments: Any) -> T:
         jaxpr, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        entries, place = cache.setdefault(jaxpr, {}), (rest, arguments, settings())
+        entries, place = cache.setdefault(jaxpr, {}), (rest, arguments, settings(), jaxi.trace_context())
         if place not in entries:
             entries[place] = function(key, *arguments)
         return entries[place]
