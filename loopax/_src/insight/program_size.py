@@ -22,10 +22,10 @@ def operations(program: ClosedJaxpr, loops: Sequence[FoundLoop]) -> Counter[str]
     bodies = [(loop.source, set(_lines(loop.loop.body)) - sources) for loop in every]
     counted: Counter[str] = Counter()
     try:
-        operations = calls_of_operations(program) if loops else []
+        found = calls_of_operations(program) if loops else []
     except Exception:  # noqa: BLE001 - whatever JAX and its kernels lack: a mesh, a device, the length of an axis
-        operations = []
-    for calls in operations:
+        found = []
+    for calls in found:
         lines = list(map(str, of_user(calls)))  # innermost first
         candidates = [source for source, body in bodies if lines and lines[0] in body]
         # The loops of loopax are among the calls; those of JAX are not.

@@ -323,7 +323,7 @@ def _is_as_large(less: ClosedJaxpr, all_of_it: ClosedJaxpr) -> bool:
 
 
 def _is_as_large_in(less: Any, all_of_it: Any) -> bool:
-    """The same for an equation of it."""
+    """Whether nothing has been removed from the programs in an equation."""
     if (len(less.invars), len(less.outvars)) != (len(all_of_it.invars), len(all_of_it.outvars)):
         return False
     pairs = zip(_programs_in(less), _programs_in(all_of_it), strict=True)

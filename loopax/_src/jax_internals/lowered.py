@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxlib.mlir import ir as _ir
+from jax.extend.mlir import ir
 
 from loopax._src.jax_internals.jaxprs import open_constants
 
@@ -26,7 +26,7 @@ def calls_of_operations(closed: ClosedJaxpr) -> Iterator[list[tuple[str, int, st
     def visit(operation: Any) -> Any:
         if not operation.name.startswith(_NO_OPERATIONS):
             locations.append(str(operation.location))
-        return _ir.WalkResult.ADVANCE
+        return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
     return ([(file, int(line), name) for name, file, line in _CALL.findall(location)] for location in locations)

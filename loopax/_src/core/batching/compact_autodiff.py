@@ -31,8 +31,8 @@ from loopax._src.core.jaxpr.evaluate import jvp_expanded
 from loopax._src.core.jaxpr.util import (
     append_each,
     calls_custom_vjp,
+    equations_in,
     flatten,
-    inner_jaxprs,
     invert,
     map_leaves,
     merge_lists,
@@ -167,7 +167,7 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
         return jaxi.linearized(jvp_expanded(evaluate_batch), nonzero, *operands, **params)
     loop, perturbed = inner.static, map_leaves(bool, inner.static.inputs(nonzero[2:]))
     jvp.refuse_effects(loop.body)
-    if _calls_custom(loop.body):
+    if any(map(jaxi.is_custom, equations_in(loop.body))):
         # Functions with derivatives of their own are what their rules compute, and have the effects of these. What
         # runs in groups has no effects, so the stages are those of the known part of the loop on pairs.
         pair, of_pair, _ = jvp.jvp_loop(loop, perturbed)
@@ -189,11 +189,6 @@ def compact_vmap_linearize(nonzero: Sequence[bool], *operands: Any, **params: An
         return jvp.fill_tangents(mask, out.leaves, [*carry, *ys])
 
     return out.leaves, [has_one and next(flags) for has_one in mask], tangents_of
-
-
-def _calls_custom(program: ClosedJaxpr) -> bool:
-    """Whether there is a function with derivatives of its own."""
-    return any(jaxi.is_custom(eqn) or any(map(_calls_custom, inner_jaxprs(eqn))) for eqn in program.eqns)
 
 
 def compact_vmap_partial_eval_custom(_: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:

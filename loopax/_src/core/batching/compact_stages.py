@@ -214,6 +214,7 @@ class _LaneResults(NamedTuple):
 
 
 def _in_stages(loop: Loop, _: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+    """Lanes whose predicates stop them."""
     low, high, lanes = _lanes(loop, mapped, operands)
     low, high = hull(low, high)
     plan = _stages(loop, mapped, axis.size)
