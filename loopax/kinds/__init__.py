@@ -1,6 +1,6 @@
 """What a kind or a derivative of your own (`loopax.Kind`, `loopax.Derivative`) learns of a loop, and plans."""
 
-from loopax._src.core.ir.kind import Cost, LoopCall, LoopFacts, LoopOperands, StepFacts
+from loopax._src.core.ir.kind import Cost, LoopCall, LoopFacts, LoopOperands, ResidualFacts, StepFacts
 from loopax._src.core.ir.loop import Outcome
 from loopax._src.core.ir.plan import Checkpoints, EveryCarry, EveryResidual, LastCarry, NoReverseMode, Plan
 
@@ -16,5 +16,6 @@ __all__ = [
     "NoReverseMode",
     "Outcome",
     "Plan",
+    "ResidualFacts",
     "StepFacts",
 ]

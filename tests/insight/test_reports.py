@@ -14,7 +14,7 @@ import loopax as lx
 from benchmarks.counter import Counter
 from docs import schedule_figure
 from loopax import schedule
-from loopax._src.core.ir.kind import LoopFacts, StepFacts
+from loopax._src.core.ir.kind import LoopFacts, ResidualFacts, StepFacts
 from loopax._src.core.ir.plan import BlocksThenResiduals
 from loopax._src.insight.schedule_picture import actions_of
 from loopax._src.schedule.binomial import evaluations, evaluations_from
@@ -128,11 +128,12 @@ LARGE = 10**6  # bytes of a carry
 @EACH_LENGTH
 @EACH_BUDGET
 def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, residuals):
-    step = StepFacts(LARGE, LARGE if residuals else 10**6 * LARGE, 10.0 * LARGE)
+    step, rows = StepFacts(LARGE, 10.0 * LARGE), ResidualFacts(LARGE if residuals else 10**6 * LARGE)
     for n in [*range(40), 400, 1000]:
         kind = lx.Checkpointed(checkpoints)
         bound = n if length_known else None
-        plan = kind.plan(LoopFacts(bound, length_known, False, length_known, True, 1.0, False, lambda: step))
+        facts = LoopFacts(bound, length_known, False, length_known, True, 1.0, False, lambda: step, lambda: rows)
+        plan = kind.plan(facts)
         picture = schedule.picture(n, checkpoints, length_known=length_known, residuals=residuals)
         if plan.stores_residuals:
             assert picture.evaluations == picture.forward == n

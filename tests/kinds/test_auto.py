@@ -6,6 +6,7 @@ import pytest
 
 import loopax as lx
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
+from loopax._src.core.ir.kind import LoopFacts, ResidualFacts, StepFacts
 from loopax._src.core.jaxpr.cost import arithmetic
 from loopax._src.settings import costs
 from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
@@ -73,6 +74,16 @@ def test_it_fits(step, carries):
 
 def test_as_many_checkpoints_as_fit():
     assert chosen(jax.grad(fixed(many_functions, lx.Auto(memory=10 * STATE.nbytes + 1))), STATE).checkpoints == 10
+
+
+def test_residuals_are_measured_only_where_they_could_be_stored():
+    """Not without a bound: to measure them, the derivative of the body is evaluated partially, which takes long."""
+
+    def measured() -> ResidualFacts:
+        raise AssertionError
+
+    facts = LoopFacts(None, False, False, False, True, 1.0, False, lambda: StepFacts(8, 10.0), measured)
+    assert isinstance(lx.Auto().plan(facts), Checkpoints)
 
 
 @pytest.mark.parametrize(("carries", "slots"), [(3, 3), (64, 64), (1000, 64)])

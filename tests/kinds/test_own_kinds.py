@@ -53,7 +53,7 @@ def test_what_it_is_told() -> None:
     assert (loop.bound, loop.is_fixed, loop.bound_is_loose, loop.length_is_known) == (7, True, False, True)
     assert loop.sizes_are_known
     assert loop.step.carry_bytes == H.nbytes
-    assert loop.step.residual_bytes >= H.nbytes
+    assert loop.residuals.stored_bytes >= H.nbytes
     assert loop.step.evaluation > 0
     kind.told.clear()
     lx.fori_loop(0, 7, step, (0, H), kind=kind)

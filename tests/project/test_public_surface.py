@@ -127,6 +127,7 @@ loopax.kinds:
     stored_by(kind)
   LoopFacts(bound, is_fixed, bound_is_loose, length_is_known, sizes_are_known, share, writes_rows)
     step
+    residuals
   LoopOperands(low, high, consts, carry, xs)
   NoReverseMode(error_type, message, reason=)
     error
@@ -141,7 +142,8 @@ loopax.kinds:
     name
     error
     because(reason)
-  StepFacts(carry_bytes, residual_bytes, evaluation, read_bytes=, overhead=, residual_calls=)
+  ResidualFacts(stored_bytes, read_bytes=, calls=)
+  StepFacts(carry_bytes, evaluation, overhead=)
 loopax.durable:
   AnotherProgramWarning(...)
   DamagedSaveWarning(...)

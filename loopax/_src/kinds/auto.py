@@ -93,7 +93,7 @@ class Auto(Kind):
 def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
     """The kinds that fit in so many bytes, and what they cost."""
     kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed()._within(budget, loop)]
-    if loop.is_fixed and loop.step.carry_bytes and bound * loop.step.residual_bytes > budget:
+    if loop.is_fixed and loop.step.carry_bytes and bound * loop.residuals.stored_bytes > budget:
         kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, bound)))
     return {kind: cost for kind in kinds if (cost := kind.cost(loop)) and cost.memory <= budget}
 

@@ -63,7 +63,7 @@ def residuals_in_place_of_carries(loop: LoopFacts, num_carries: int) -> EveryRes
     """Residuals of all steps, where they are far smaller than carries and take no more room than so many of these."""
     if loop.bound is None or not loop.writes_rows or not loop.sizes_are_known:
         return None
-    carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
+    carry, residuals = loop.step.carry_bytes, loop.residuals.stored_bytes
     if _FAR_LESS * residuals > carry or loop.bound * residuals > num_carries * carry:
         return None
     return EveryResidual(f"{residuals} bytes of residuals for each step, in place of carries of {carry}")
@@ -92,8 +92,8 @@ class Residuals(Kind):
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
-        step = loop.step
-        return cost_of_rows(loop, step.residual_bytes, step.residual_calls, step.read_bytes)
+        residuals = loop.residuals
+        return cost_of_rows(loop, residuals.stored_bytes, residuals.calls, residuals.read_bytes)
 
 
 # `Bounded`: every carry is stored, and every step evaluated again for its derivative.
@@ -201,17 +201,17 @@ class Checkpointed(Kind):
         last = self._last_steps(loop)
         if last is None:
             return plan
-        residuals = f"{loop.step.residual_bytes} bytes of residuals"
+        residuals = f"{loop.residuals.stored_bytes} bytes of residuals"
         if last.recorded == loop.bound:
             return EveryResidual(f"{residuals} for each step fit in {self.checkpoints} carries")
-        return BlocksThenResiduals(Blocks(last.block, loop.step.residual_bytes), last.recorded, otherwise=plan)
+        return BlocksThenResiduals(Blocks(last.block, loop.residuals.stored_bytes), last.recorded, otherwise=plan)
 
     def _last_steps(self, loop: LoopFacts) -> LastSteps | None:
         """How to store residuals of the last steps on the way forward; None: there is no room, or it does not pay."""
         bound, count = loop.bound, self.checkpoints
         if not bound or count is None or not loop.is_fixed or count * count < 4 * bound or not loop.sizes_are_known:
             return None
-        carry, residuals = loop.step.carry_bytes, loop.step.residual_bytes
+        carry, residuals = loop.step.carry_bytes, loop.residuals.stored_bytes
         if not carry or costs().storing(residuals, residuals * bound) > loop.step.evaluation:
             return None
         return last_steps(bound, count, carry, residuals)
@@ -223,10 +223,10 @@ class Checkpointed(Kind):
         time = 2 * step.evaluation + step.overhead + costs().storing(size, count * size)
         last = self._last_steps(loop)
         if last is not None and loop.bound:
-            residuals = max(step.residual_bytes, step.read_bytes)
+            residuals = max(loop.residuals.stored_bytes, loop.residuals.read_bytes)
             again = 1 - last.recorded / loop.bound
             stored = costs().storing(residuals, residuals * max(last.recorded, last.block))
-            time = again * step.evaluation + stored + costs().call + step.residual_calls
+            time = again * step.evaluation + stored + costs().call + loop.residuals.calls
         return Cost(count * size, time, stored=f"{count} carries of {size} bytes")
 
     def _within(self, memory: int, loop: LoopFacts) -> "Checkpointed":

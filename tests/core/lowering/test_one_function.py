@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import loopax as lx
 from loopax._src.core import Checkpoints, LoopFacts
-from loopax._src.core.ir.kind import StepFacts
+from loopax._src.core.ir.kind import ResidualFacts, StepFacts
 from loopax._src.core.jaxpr.cost import ROW, STEP
 from loopax._src.jax_internals import one_function
 from loopax._src.settings import costs
@@ -232,15 +232,15 @@ class Asking(lx.Kind):
 
     def __init__(self) -> None:
         """Nothing so far."""
-        self.told: list[StepFacts] = []
+        self.told: list[tuple[StepFacts, ResidualFacts]] = []
 
     def plan(self, loop: LoopFacts) -> Checkpoints:
         """Carries at some steps."""
-        self.told.append(loop.step)
+        self.told.append((loop.step, loop.residuals))
         return Checkpoints()
 
 
-def facts_of(step: Step, *shape: int) -> StepFacts:
+def facts_of(step: Step, *shape: int) -> tuple[StepFacts, ResidualFacts]:
     """What a kind is told of a step."""
     asking = Asking()
     jax.make_jaxpr(jax.grad(lambda x: lx.fori_loop(0, 100, step, x, kind=asking).sum()))(jnp.ones(shape))
@@ -250,17 +250,19 @@ def facts_of(step: Step, *shape: int) -> StepFacts:
 @pytest.mark.skipif(not one_function.MAKES_FUNCTIONS, reason="XLA makes functions of the least loops only")
 def test_kinds_are_told_of_functions() -> None:
     """Their operations cost no calls, and a row costs little."""
-    small, nested = facts_of(lambda i, y: y - 0.1 * y * y, 3), facts_of(TAKEN["a loop of loopax"][0], 3)
+    small, rows = facts_of(lambda i, y: y - 0.1 * y * y, 3)
+    nested, _ = facts_of(TAKEN["a loop of loopax"][0], 3)
     assert small.overhead == nested.overhead == STEP
-    assert small.residual_calls == ROW
-    other = facts_of(lambda i, y: jnp.tanh(y @ DENSE), 8, 8)
+    assert rows.calls == ROW
+    other, rows = facts_of(lambda i, y: jnp.tanh(y @ DENSE), 8, 8)
     assert other.overhead == costs().step
-    assert other.residual_calls == costs().call
+    assert rows.calls == costs().call
 
 
 def test_other_devices_have_no_such_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert facts_of(lambda i, y: y - 0.1 * y * y, 3).overhead == costs().step
+    step, _ = facts_of(lambda i, y: y - 0.1 * y * y, 3)
+    assert step.overhead == costs().step
 
 
 def test_programs_that_are_gone_keep_no_arrays_alive() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, StepFacts
+from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, ResidualFacts, StepFacts
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.access_order import writes_rows
@@ -110,7 +110,8 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
             sizes_are_known=num_bytes(loop.body.in_avals) < maxsize,
             share=loop.share,
             writes_rows=writes_rows(loop.body),
-            _measure=partial(_measure, loop, unknown, split),
+            _measure_step=partial(_measure_step, loop, unknown, split),
+            _measure_residuals=partial(_measure_residuals, loop, unknown, split),
         )
     )
     if not isinstance(plan, Plan):
@@ -128,15 +129,17 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
     return plan
 
 
-def _measure(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
-    """Measure one step: evaluate the loop partially with carries stored, and with residuals stored."""
-    by_carry = split(loop, EveryCarry(), unknown)
-    carry = num_bytes(by_carry.states)
-    by_residual = split(loop, EveryResidual(), unknown)
-    rows = by_residual.stored
-    read = num_bytes(by_carry.known.input_avals.xs)
-    again = evaluation(by_carry.known.body) + costs().cached_byte * read
-    facts = StepFacts(carry, num_bytes(rows), again, num_bytes(by_residual.residual_avals))
-    if is_function(by_carry.known.body):
-        return facts._replace(evaluation=arithmetic(by_carry.known.body), overhead=STEP, residual_calls=ROW * len(rows))
-    return facts._replace(overhead=costs().step, residual_calls=costs().call * len(rows))
+def _measure_step(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
+    """Evaluate the loop partially with carries stored."""
+    known, carry = (parts := split(loop, EveryCarry(), unknown)).known, num_bytes(parts.states)
+    if is_function(known.body):
+        return StepFacts(carry, arithmetic(known.body), STEP)
+    read = costs().cached_byte * num_bytes(known.input_avals.xs)
+    return StepFacts(carry, evaluation(known.body) + read, costs().step)
+
+
+def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split) -> ResidualFacts:
+    """Evaluate the loop partially with residuals stored."""
+    parts, by_carry = (split(loop, plan, unknown) for plan in (EveryResidual(), EveryCarry()))
+    call = ROW if is_function(by_carry.known.body) else costs().call
+    return ResidualFacts(num_bytes(parts.stored), num_bytes(parts.residual_avals), call * len(parts.stored))

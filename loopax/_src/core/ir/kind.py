@@ -102,32 +102,42 @@ class LoopCall:
 
 
 class StepFacts(NamedTuple):
-    """What one step of a loop stores, and how long it takes.
+    """What is carried from one step of a loop to the next, and how long a step takes.
 
     Attributes
     ----------
     carry_bytes : int
         The bytes of that part of the carry that the derivative of a step needs.
-    residual_bytes : int
-        The bytes that the derivative of a step needs if no step is recomputed.
     evaluation : float
         The estimated time of one evaluation of the step, in nanoseconds.
-    read_bytes : int
-        The bytes that the derivative reads, including what it computes from stored residuals.
     overhead : float
         The overhead of one step of a loop, in nanoseconds.
-    residual_calls : float
+
+    """
+
+    carry_bytes: int
+    evaluation: float
+    overhead: float = 0.0
+
+
+class ResidualFacts(NamedTuple):
+    """What the derivative of a step needs if no step is recomputed.
+
+    Attributes
+    ----------
+    stored_bytes : int
+        The bytes that are stored of one step.
+    read_bytes : int
+        The bytes that the derivative reads, including what it computes from stored residuals.
+    calls : float
         The nanoseconds that storing the residuals of every step adds to a step in calls of operations. The time of the
         bytes is not included.
 
     """
 
-    carry_bytes: int
-    residual_bytes: int
-    evaluation: float
+    stored_bytes: int
     read_bytes: int = 0
-    overhead: float = 0.0
-    residual_calls: float = 0.0
+    calls: float = 0.0
 
 
 class Cost(NamedTuple):
@@ -172,7 +182,9 @@ class LoopFacts:
     writes_rows : bool
         Whether a step writes a small part of a large array.
     step : StepFacts
-        What a step stores, and how long it takes.
+        What a step carries, and how long it takes.
+    residuals : ResidualFacts
+        What the derivative of a step needs if no step is recomputed.
 
     """
 
@@ -183,12 +195,18 @@ class LoopFacts:
     sizes_are_known: bool
     share: float
     writes_rows: bool
-    _measure: Callable[[], StepFacts]
+    _measure_step: Callable[[], StepFacts]
+    _measure_residuals: Callable[[], ResidualFacts]
 
     @cached_property
     def step(self) -> StepFacts:
-        """What a step stores, and how long it takes. The first access traces the derivative of the body twice."""
-        return self._measure()
+        """What a step carries, and how long it takes."""
+        return self._measure_step()
+
+    @cached_property
+    def residuals(self) -> ResidualFacts:
+        """What the derivative of a step needs. For a large body, the first access takes long."""
+        return self._measure_residuals()
 
 
 class Kind(ABC):
