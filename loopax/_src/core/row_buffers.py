@@ -279,8 +279,8 @@ for _primitive, _meaning, _params, _linear_in, _transpose, _batch in (
     )
 
 # The array that `get` hands on is the one that it was given, whatever the place.
-dependence_rules[get_p] = lambda _: [0b111, 0b001]
-dependence_rules[view_p] = lambda _: [0b11, 0b01]
+dependence_rules[get_p] = lambda *_: [0b111, 0b001]
+dependence_rules[view_p] = lambda *_: [0b11, 0b01]
 
 # Of the array, one row is computed.
 computed[get_p] = computed[take_out_p] = lambda eqn: eqn.outvars[:1]

@@ -139,6 +139,6 @@ jaxi.register(
     batch=batch_if_mapped(compact_vmap_p, compact_primitive.join_batches),
     sparse=refuse_sparse,
 )
-dependence.dependence_rules[compact_vmap_p] = lambda eqn: list(dependence.dependence(CompactVmap(**eqn.params).program))
+dependence.dependence_rules[compact_vmap_p] = lambda eqn, of: list(of(CompactVmap(**eqn.params).program))
 dependence.mixed_operands[compact_vmap_p] = lambda eqn: dependence.mixed_inputs(CompactVmap(**eqn.params).program)
 guards[compact_vmap_p] = lambda eqn, active, operands: guarded(CompactVmap(**eqn.params).program)(active, *operands)

@@ -12,26 +12,16 @@ from jax.tree_util import keystr
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core import UNNAMED, DebugInfo, Decided, EveryResidual, Loop, Names, NoReverseMode
-from loopax._src.core.autodiff.jvp import inexact
 from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_p
 from loopax._src.core.batching.compact_stages import is_one_batch
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import loop_p
-from loopax._src.core.jaxpr.dependence import dependence_fixpoint, members, of_equation
-from loopax._src.core.jaxpr.util import (
-    INDEX,
-    bind_again,
-    evaluate,
-    inner_jaxprs,
-    of_selected,
-    select,
-    split_list,
-    trace,
-)
+from loopax._src.core.jaxpr.dependence import dependence_fixpoint, members, of_equation, tangent_dependence
+from loopax._src.core.jaxpr.util import INDEX, bind_again, evaluate, of_selected, select, split_list, trace
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.raising import of_user
 from loopax._src.frontend.trace_program import TracedProgram, trace_program
-from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs, jaxpr_as_fun
 from loopax._src.kinds import Lax
 from loopax._src.pytrees.leaves import describe
 
@@ -95,7 +85,7 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
                 found += find(inner, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)
         flags = [value.perturbed for value in operands]
         if any(flags) and not jaxi.stops_gradient(eqn):
-            for variable, needed in zip(eqn.outvars, of_equation(eqn), strict=True):
+            for variable, needed in zip(eqn.outvars, of_equation(eqn, tangent_dependence), strict=True):
                 if jaxi.has_tangents(variable.aval) and any(flags[i] for i in members(needed)):
                     values[variable] = Value(perturbed=True)
     return found
@@ -124,7 +114,7 @@ def found_at(eqn: Any, values: list[Value]) -> FoundLoop | None:
     operands = [Value(name or value.name, value.perturbed, atom.aval) for name, value, atom in given]
     consts, carry, xs = loop.inputs(operands)
     flags = (False, *(value.perturbed for value in operands))
-    reached = dependence_fixpoint(loop.body, flags, loop.carry_range, inexact(loop.body.out_avals))
+    reached = dependence_fixpoint(loop.body, flags, loop.carry_range, of_program=tangent_dependence)
     later = [leaf._replace(perturbed=leaf.perturbed or after) for leaf, after in zip(carry, reached, strict=False)]
     return FoundLoop(
         loop,
@@ -196,7 +186,7 @@ def subject(caller: str, fn: Any, args: Sequence[Any], argnums: int | Sequence[i
             )
     chosen = [number % count for number in numbers]
     program = trace_program(caller, fn, args, {})
-    floating = inexact(program.closed.in_avals)
+    floating = map(jaxi.has_tangents, program.closed.in_avals)
     inputs = [
         Value(names[argument] + keystr(path), is_floating and argument in chosen)
         for argument, path, is_floating in zip(program.arguments, program.paths, floating, strict=True)
@@ -233,7 +223,7 @@ def _bound_names(caller: str, function: str, fn: Any, args: Sequence[Any]) -> li
 def gradient_of(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> ClosedJaxpr:
     """The program of a gradient: cotangents of the perturbed inputs, for ones as those of the results."""
     function = jaxpr_as_fun(closed)
-    floating = inexact(closed.out_avals)
+    floating = list(map(jaxi.has_tangents, closed.out_avals))
 
     def gradient(*inputs: Any) -> Any:
         results = of_selected(lambda *values: select(floating, function(*values)), perturbed, inputs)

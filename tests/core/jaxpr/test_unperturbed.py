@@ -6,8 +6,10 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import loopax as lx
+from loopax._src.core.autodiff import jvp
 from tests.support.problem import KINDS, name_of
 
 
@@ -37,3 +39,27 @@ def test_unperturbed_parts_of_the_carry_have_no_tangent(kind: Any, transform: An
     transform(loss)(0.3)
     with pytest.raises(RuntimeError, match="has a tangent"):
         transform(wrong)(0.3)
+
+
+DECIDED = {
+    "the number of steps": lambda x: lax.while_loop(lambda y: y < x, lambda y: y + 0.25, 0.0),
+    "the number of steps of a loop of loopax": lambda x: lx.while_loop(lambda y: y < x, lambda y: y + 0.25, 0.0),
+    "a branch": lambda x: lax.cond(x > 0.2, lambda: (1.5, 0), lambda: (0.5, 1))[0],
+    "a row": lambda x: jnp.arange(5.0)[jnp.int32(5 * x)],
+    "a stopped value": lambda x: jax.jit(lambda x: (lax.stop_gradient(x), x))(x)[0],
+}
+
+
+@pytest.mark.parametrize("decided", DECIDED)
+def test_what_a_value_decides_is_known_to_have_no_tangent(decided: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the derivative of the body is traced, which is done once."""
+    traced, jvp_body = [], jvp.jvp_body
+    monkeypatch.setattr(jvp, "jvp_body", lambda *arguments: traced.append(arguments) or jvp_body(*arguments))
+
+    def loss(x: Any) -> Any:
+        step = lambda _, carry: (jnp.sin(carry[0]) * carry[1], DECIDED[decided](carry[0]))
+        x, clock = lx.fori_loop(0, 4, step, (x, 1.0))
+        return x + eqxi.nondifferentiable(clock)
+
+    jax.make_jaxpr(jax.grad(loss))(0.3)
+    assert sum(any(eqn.primitive.name == "sin" for eqn in body.eqns) for body, *_ in traced) == 1

@@ -7,11 +7,10 @@ import jax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
-from loopax._src.core.jaxpr.dependence import dependence_fixpoint
+from loopax._src.core.jaxpr.dependence import dependence_fixpoint, tangent_dependence
 from loopax._src.core.jaxpr.types import nan_if
 from loopax._src.core.jaxpr.util import (
     MOST_STEPS,
-    Mask,
     append_each,
     fill_each,
     flatten,
@@ -36,11 +35,6 @@ def fill_tangents(mask: Sequence[bool], primals: Sequence[Any], tangents: Sequen
     """One tangent per primal: the given ones where marked, symbolic zeros elsewhere."""
     given = iter(tangents)
     return [next(given) if m else ad.Zero(jax.typeof(p).to_tangent_aval()) for m, p in zip(mask, primals, strict=True)]
-
-
-def inexact(avals: Sequence[Any]) -> Mask:
-    """Which types have tangents: floating-point and complex ones, and extended ones that say so."""
-    return tuple(map(jaxi.has_tangents, avals))
 
 
 def jvp_body(body: ClosedJaxpr, perturbed: Sequence[Sequence[bool]], wanted: Sequence[Sequence[bool]]) -> ClosedJaxpr:
@@ -71,8 +65,8 @@ def jvp_body(body: ClosedJaxpr, perturbed: Sequence[Sequence[bool]], wanted: Seq
 
 def perturbed_outputs(loop: Loop, perturbed: LoopInputs) -> LoopOutputs:
     """Which outputs may have a tangent after any number of steps, if these inputs have one."""
-    inputs, allowed = (False, *flatten(perturbed)), inexact(loop.body.out_avals)
-    flags = dependence_fixpoint(loop.body, inputs, loop.carry_range, allowed, loop.inverse)
+    inputs = (False, *flatten(perturbed))
+    flags = dependence_fixpoint(loop.body, inputs, loop.carry_range, loop.inverse, tangent_dependence)
     return LoopOutputs(*map(tuple, loop.outputs(flags)))
 
 

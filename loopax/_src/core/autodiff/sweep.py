@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from operator import not_
 from typing import Any, NamedTuple
 
-from loopax._src.core.autodiff.jvp import fill_tangents, inexact, jvp_body, refuse_effects, tangents_or_zeros
+from loopax._src.core.autodiff.jvp import fill_tangents, jvp_body, refuse_effects, tangents_or_zeros
 from loopax._src.core.autodiff.partial_eval import Linear, known_part, only_marked, tangents_now
 from loopax._src.core.autodiff.sweep_transpose import (
     LinearSweep,
@@ -22,7 +22,7 @@ from loopax._src.core.ir.reverse_sweep import (
     reverse_sweep_p,
     run_sweep,
 )
-from loopax._src.core.jaxpr.dependence import dependence_fixpoint
+from loopax._src.core.jaxpr.dependence import dependence, dependence_fixpoint, tangent_dependence
 from loopax._src.core.jaxpr.types import varying
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -46,14 +46,13 @@ from loopax._src.jax_internals import ad, dce, happens, is_known, is_nonzero, kn
 def sweep_fixpoint(sweep: ReverseSweep, start: SweepInputs, typed: bool) -> tuple[SweepInputs, Mask]:
     """Which inputs of the bodies, and which ys, get a property that some have at the start.
 
-    typed: only those that can have a tangent get it.
+    typed: it flows as tangents do.
     """
-    allowed = inexact(sweep.forward.out_avals) if typed else None
+    flow = tangent_dependence if typed else dependence
     inputs = (False, *sweep.forward_inputs(start))
-    state = dependence_fixpoint(sweep.forward, inputs, sweep.state_range, allowed, sweep.inverse)
-    allowed = inexact(sweep.backward.out_avals) if typed else None
+    state = dependence_fixpoint(sweep.forward, inputs, sweep.state_range, sweep.inverse, flow)
     inputs = (False, *sweep.backward_inputs(start._replace(state=state)))
-    flags = dependence_fixpoint(sweep.backward, inputs, sweep.carry_range, allowed)
+    flags = dependence_fixpoint(sweep.backward, inputs, sweep.carry_range, of_program=flow)
     carry, ys = map(tuple, sweep.outputs(flags))
     return SweepInputs(tuple(start.consts), state, carry, tuple(start.xs)), ys
 

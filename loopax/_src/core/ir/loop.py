@@ -27,7 +27,7 @@ from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.plan import Saving
 from loopax._src.core.jaxpr.accumulate import Carried
-from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
+from loopax._src.core.jaxpr.dependence import Dependence, close_over_carry, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import (
     Axes,
     Expected,
@@ -326,14 +326,14 @@ def loop_abstract_eval(low: Any, high: Any, *operands: Any, **params: Any) -> tu
     return result_avals(loop, _differing(loop, low, high, operands)).leaves, loop.body.effects
 
 
-def loop_dependence(eqn: Any) -> list[int]:
+def loop_dependence(eqn: Any, of_program: Dependence) -> list[int]:
     """Which operands each result depends on: exact, so that the primal part of an inner loop stays known.
 
     All results depend on low and high, and on the predicate where there is one: these decide on the number of steps.
     """
     loop = Loop(**eqn.params)
     low, high, *leaves = (1 << i for i in range(len(eqn.invars)))
-    inputs, needed = loop.inputs(leaves), loop.outputs(dependence(loop.body))
+    inputs, needed = loop.inputs(leaves), loop.outputs(of_program(loop.body))
     carry = close_over_carry(needed.carry, loop.carry_range, [0, *leaves])
     ends = [0, *flatten(inputs._replace(carry=carry))]
     everywhere = low | high | (carry[0] if loop.predicated else 0)

@@ -30,7 +30,7 @@ from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import Loop, LoopOutputs, checkpoints_expected, run, traversal
 from loopax._src.core.ir.plan import Plan, Saving, with_known_length
 from loopax._src.core.jaxpr.accumulate import Carried
-from loopax._src.core.jaxpr.dependence import close_over_carry, dependence, mixed_inputs_of_steps, union
+from loopax._src.core.jaxpr.dependence import Dependence, close_over_carry, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, Expected, differing, localized, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import flatten, grouped, stacked, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
@@ -229,7 +229,7 @@ def checkpoint_and_sweep(sweep: ReverseSweep, low: Any, high: Any, inputs: Sweep
     return run_sweep(sweep, low, high, checkpoint_rows, consts, init, out.saved, carry, xs)
 
 
-def sweep_dependence(eqn: Any) -> list[int]:
+def sweep_dependence(eqn: Any, of_program: Dependence) -> list[int]:
     """Which operands each result depends on: exact, so that a primal sweep inside another loop's body stays known."""
     sweep = ReverseSweep(**eqn.params)
     low, high, checkpoint_rows, *leaves = (1 << i for i in range(len(eqn.invars)))
@@ -237,8 +237,8 @@ def sweep_dependence(eqn: Any) -> list[int]:
     inputs = operands.inputs([a | b for a, b in zip(operands.init, operands.saved, strict=True)])
     start = [0, *sweep.forward_inputs(inputs)]
     # Walking back reads no more than walking forward, from which the states follow.
-    inputs = inputs._replace(state=close_over_carry(dependence(sweep.forward), sweep.state_range, start))
-    needed = sweep.outputs(dependence(sweep.backward))
+    inputs = inputs._replace(state=close_over_carry(of_program(sweep.forward), sweep.state_range, start))
+    needed = sweep.outputs(of_program(sweep.backward))
     start = [0, *sweep.backward_inputs(inputs)]
     inputs = inputs._replace(carry=close_over_carry(needed.carry, sweep.carry_range, start))
     ends = [0, *sweep.backward_inputs(inputs)]

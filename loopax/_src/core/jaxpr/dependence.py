@@ -11,11 +11,12 @@ from typing import Any
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.evaluate import silent_equation
-from loopax._src.core.jaxpr.util import Mask, either, equations_in, inner_jaxprs, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
+from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, equations_in, inner_jaxprs
 
-# For each primitive of loopax: equation -> for each output, the set of the inputs it depends on.
-dependence_rules: dict[Any, Callable[[Any], list[int]]] = {}
+Dependence = Callable[[ClosedJaxpr], tuple[int, ...]]  # for each output, the set of the inputs it depends on
+# For each primitive of loopax: equation, and the function for programs in it -> the same for each of its outputs.
+dependence_rules: dict[Any, Callable[[Any, Dependence], list[int]]] = {}
 
 
 @weakly_cached
@@ -23,9 +24,37 @@ def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
     """For each output, the set of inputs on which it depends; bit i stands for input i."""
 
     def results(eqn: Any, inputs: list[int]) -> list[int]:
-        return [union(inputs, needed) for needed in of_equation(eqn)]
+        return _of_results(eqn, inputs, dependence)
 
-    return tuple(propagated(closed, [1 << i for i in range(len(closed.invars))], 0, results))
+    return tuple(propagated(closed, _each_its_own(closed), 0, results))
+
+
+@weakly_cached
+def tangent_dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
+    """For each output, the set of inputs on whose tangents its tangent may depend.
+
+    Integers and bools have no tangents. So what a value decides (which branch, how many steps, which row) does not
+    depend on its tangent.
+    """
+
+    def results(eqn: Any, inputs: list[int]) -> list[int]:
+        if jaxi.stops_gradient(eqn):
+            return [0] * len(eqn.outvars)
+        found = zip(_of_results(eqn, inputs, tangent_dependence), eqn.outvars, strict=True)
+        return [bits if bits and jaxi.has_tangents(variable.aval) else 0 for bits, variable in found]
+
+    return tuple(propagated(closed, _each_its_own(closed), 0, results))
+
+
+def _each_its_own(closed: ClosedJaxpr) -> list[int]:
+    return [1 << i for i in range(len(closed.invars))]
+
+
+def _of_results(eqn: Any, inputs: list[int], of_program: Dependence) -> list[int]:
+    """The sets of the results of an equation, from those of its operands."""
+    needed = of_equation(eqn, of_program)
+    unions = {bits: union(inputs, bits) for bits in set(needed)}
+    return [unions[bits] for bits in needed]
 
 
 def propagated(
@@ -44,25 +73,28 @@ def propagated(
     return list(map(read, closed.outvars))
 
 
-def of_equation(eqn: Any) -> list[int]:
-    """For each output of an equation, the set of its inputs on which the output depends."""
-    everything = [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
-    if len(eqn.outvars) == 1:
-        return everything
+def of_equation(eqn: Any, of_program: Dependence = dependence) -> list[int]:
+    """For each output of an equation, the set of its inputs on which the output depends.
+
+    `of_program` says it for the programs in it.
+    """
     if eqn.primitive in dependence_rules:
-        return dependence_rules[eqn.primitive](eqn)
+        return dependence_rules[eqn.primitive](eqn, of_program)
     if program := jaxi.inlinable(eqn):
-        return list(dependence(program))
+        return list(of_program(program))
     if loop := jaxi.lax_loop(eqn):  # JAX's rule would ask the primitives in it, once for each result
         operands = [1 << i for i in range(len(eqn.invars))]
         cond_consts, inputs = operands[: loop.num_cond_consts], operands[loop.num_cond_consts :]
-        body, carry = dependence(loop.body), loop.carry_range
+        body, carry = of_program(loop.body), loop.carry_range
         ends = close_over_carry(body[: loop.num_carry], carry, inputs)
         inputs[carry.start : carry.stop] = ends
-        goes_on = union([*cond_consts, *ends], dependence(loop.cond)[0]) if loop.cond else 0
+        goes_on = union([*cond_consts, *ends], of_program(loop.cond)[0]) if loop.cond else 0
         return [bits | goes_on for bits in (*ends, *(union(inputs, needed) for needed in body[loop.num_carry :]))]
     if jaxi.is_cond(eqn):
-        return [1 | reduce(or_, needed) << 1 for needed in zip(*map(dependence, jaxi.branches(eqn)), strict=True)]
+        return [1 | reduce(or_, needed) << 1 for needed in zip(*map(of_program, jaxi.branches(eqn)), strict=True)]
+    everything = [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    if len(everything) == 1:
+        return everything
     if jaxi.happens(eqn.effects):  # no output depends on what they get
         eqn = silent_equation(eqn)
     outputs = range(len(eqn.outvars))
@@ -103,19 +135,18 @@ def dependence_fixpoint(
     closed: ClosedJaxpr,
     inputs: Sequence[bool],
     carry: range,
-    allowed: Sequence[bool] | None = None,
     inverse: ClosedJaxpr | None = None,
+    of_program: Dependence = dependence,
 ) -> Mask:
     """Which outputs of a loop's body get a property that flows from inputs to outputs.
 
     The carry is the body's first outputs, and its inputs at the positions `carry`: the least fixed
-    point, in which a leaf that once had the property keeps it. `allowed` limits it to some outputs. It also flows
-    through the `inverse`, a body with the same inputs that returns a carry.
+    point, in which a leaf that once had the property keeps it. It also flows through the `inverse`, a body with the
+    same inputs that returns a carry. `of_program` says how it flows: `tangent_dependence` as tangents do.
     """
-    may = [True] * len(closed.outvars) if allowed is None else allowed
-    needed = [bits if ok else 0 for bits, ok in zip(dependence(closed), may, strict=True)]
-    back = dependence(inverse) if inverse else [0] * len(carry)
-    steps = [bits | before if ok else 0 for bits, before, ok in zip(needed, back, may, strict=False)]
+    needed = of_program(closed)
+    back = of_program(inverse) if inverse else [0] * len(carry)
+    steps = [bits | before for bits, before in zip(needed, back, strict=False)]
     ends = close_over_carry(steps, carry, list(map(int, inputs)))
     marked = to_bits([*inputs[: carry.start], *map(bool, ends), *inputs[carry.stop :]])
     return (*map(bool, ends), *(bool(bits & marked) for bits in needed[len(carry) :]))
