@@ -37,6 +37,17 @@ def test_a_literal_is_never_stored(given, left):
     assert_close(dict(zip([p for p in (0, 1, 2) if p not in left], again, strict=True))[0], 2.0)
 
 
+def test_what_is_cheap_to_compute_from_a_residual_is_not_stored():
+    """The second costs more to compute from the first than to store, the third does not from the second."""
+
+    def function(x):
+        y = jnp.sin(x)
+        z = jnp.sin(jnp.exp(jnp.cos(y)))
+        return y, z, 2 * z
+
+    assert without_recomputed(jax.make_jaxpr(function)(np.ones(4)), [], [0, 1, 2], [])[0] == [0, 1]
+
+
 def sines(inner, x):
     """A step with a loop in it, and a choice that is made when it is traced."""
     return jnp.where(True, inner(lambda c, _: (jnp.sin(c), None), x, None, INNER)[0], 0.0)

@@ -30,6 +30,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("kind", [lx.Checkpointed(3), lx.Checkpointed()], ids=repr)
+def test_a_step_is_not_evaluated_partially_once_more(kind, monkeypatch):
+    """It has been where it was transposed, loops and calls in it as well."""
+    monkeypatch.delattr(sweep_bodies, "partial_eval_jaxpr")
+    inner = jax.jit(lambda x: lx.fori_loop(0, 3, lambda i, x: jnp.sin(x) * x, x))
+    gradient = jax.grad(lambda x: lx.fori_loop(0, 9, lambda i, x: inner(jnp.cos(x)), x, kind=kind))
+    assert "while" in jax.jit(gradient).lower(1.0).as_text()
+
+
 SLOW = [("reverse over reverse", "reverse", "slots"), ("hessian", "reverse_stop", "Checkpointed")]
 SLOW += [("jacrev of jacrev", "unbounded while", "slots"), ("vmap of grad", "unbounded while", "slots")]
 SLOW += [("grad of vmap", "scan", "Checkpointed"), ("hessian of vmap", "reverse_stop", "slots")]

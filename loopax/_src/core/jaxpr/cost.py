@@ -3,6 +3,7 @@
 It is for choices between alternatives that differ by more than 15 %.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
 from sys import maxsize
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, members, step_limits
-from loopax._src.core.jaxpr.util import inner_jaxprs, num_bytes
-from loopax._src.jax_internals import ClosedJaxpr, Literal
+from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, step_limits
+from loopax._src.core.jaxpr.util import num_bytes
+from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs
 from loopax._src.settings import costs
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
@@ -166,7 +167,8 @@ def classified(
     num_consts, num_carry, num_xs = sizes
     first_x = 1 + num_consts + num_carry
     rows = {variable: i for i, variable in enumerate(known.invars[first_x : first_x + num_xs])}
-    of_consts = [p for p in positions if all(0 < i <= num_consts for i in members(dependence(known)[p]))]
+    needed, of_others = dependence(known), ~(((1 << num_consts) - 1) << 1)
+    of_consts = [p for p in positions if not needed[p] & of_others]
     literals = {p for p in positions if isinstance(known.outvars[p], Literal)}
     if at_most_once:
         computed = {variable for eqn in known.eqns for variable in eqn.outvars}
@@ -221,14 +223,15 @@ def without_recomputed(
     inputs = [known.invars[i] for i in given]
     left, equations = [p for p in positions if not isinstance(known.outvars[p], Literal)], set[int]()
     # The largest first: what is left out is not there to compute the others from.
+    there = Counter([*inputs, *(known.outvars[p] for p in left)])
     for position in sorted(left, key=lambda p: -num_bytes([known.out_avals[p]])):
-        others = [known.outvars[p] for p in left if p != position]
         residual = known.outvars[position]
-        places = _equations_for(residual, known.eqns, producers, {*inputs, *others})
-        if places is None:
-            continue
-        cost = arithmetic(jaxi.replace_jaxpr(known, [*inputs, *others], [residual], [known.eqns[i] for i in places]))
-        if cost <= (0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])):
+        there[residual] -= 1
+        places = _equations_for(residual, known.eqns, producers, there)
+        free = 0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])
+        if places is None or _total([known.eqns[i] for i in places], _operation) > free:
+            there[residual] += 1
+        else:
             left.remove(position)
             equations.update(places)
     if len(left) == len(positions):
@@ -239,7 +242,7 @@ def without_recomputed(
 
 
 def _equations_for(
-    variable: Any, equations: Sequence[Any], producers: dict[Any, int], given: set[Any]
+    variable: Any, equations: Sequence[Any], producers: dict[Any, int], given: Counter[Any]
 ) -> list[int] | None:
     """The places of the equations that compute a variable from given ones; None: it needs others, too, or many."""
     found, needed = set[int](), {variable}
@@ -248,7 +251,7 @@ def _equations_for(
         if place is None or equations[place].effects or len(found) == MOST_EQUATIONS:
             return None
         found.add(place)
-        needed.update(atom for atom in equations[place].invars if not isinstance(atom, Literal) and atom not in given)
+        needed.update(atom for atom in equations[place].invars if not isinstance(atom, Literal) and not given[atom])
         needed = {v for v in needed if producers.get(v) not in found}
     return sorted(found)
 

@@ -15,16 +15,18 @@ from loopax._src.core.ir.plan import Blocks
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, SweepOperands
 from loopax._src.core.jaxpr.dependence import step_limits
 from loopax._src.core.jaxpr.types import unvarying
-from loopax._src.core.jaxpr.util import inner_jaxprs, num_equations, split_list, stacked, trace, weakly_cached
+from loopax._src.core.jaxpr.util import split_list, stacked, trace, weakly_cached
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import Segment, Store, sweep_slots
 from loopax._src.jax_internals import (
     ClosedJaxpr,
+    inner_jaxprs,
     is_scan,
     is_while,
     jaxpr_as_fun,
+    num_equations,
     unwritten,
     unwritten_after,
     where,

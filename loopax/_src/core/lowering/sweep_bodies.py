@@ -6,10 +6,18 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
-from loopax._src.core.jaxpr.util import flatten, num_bytes, num_equations, split_list, trace, weakly_cached
+from loopax._src.core.jaxpr.util import flatten, num_bytes, split_list, trace, weakly_cached
 from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
 from loopax._src.core.masking import active_p, common_rows
-from loopax._src.jax_internals import ClosedJaxpr, Literal, happens, jaxpr_as_fun, partial_eval_jaxpr, replace_jaxpr
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    happens,
+    jaxpr_as_fun,
+    num_equations,
+    partial_eval_jaxpr,
+    replace_jaxpr,
+)
 from loopax._src.settings import costs
 
 # The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
@@ -17,10 +25,6 @@ from loopax._src.settings import costs
 # A replay that stores states has to evaluate each step once more for its derivative. One that stores residuals has
 # not: they are all that the derivative needs. The sweep records residuals where these have room where states would be
 # stored.
-
-
-# A record of more than so many times the bytes of the state cannot be made small enough by recomputing some of it.
-MANY = 4
 
 
 class Recording(NamedTuple):
@@ -37,9 +41,7 @@ def recording_of(sweep: ReverseSweep) -> Recording | None:
     """How the sweep records residuals; None: it stores states, for residuals take more room, or lanes are masked."""
     states = num_bytes(sweep.forward_avals.state)
     room = max(states, sweep.saving.record_bytes)
-    if sweep.inverse or states == maxsize or _handed_over(sweep) > MANY * room:
-        return None
-    recording = in_two_parts(sweep, True)
+    recording = None if sweep.inverse or states == maxsize else in_two_parts(sweep, True)
     if recording is None or (recording.places is None and sweep.saving.reuses_room):
         return None
     # It pays where records have room, and save more than a tenth of what it costs to store states, and more than they
@@ -50,20 +52,37 @@ def recording_of(sweep: ReverseSweep) -> Recording | None:
     return recording if pays else None
 
 
-def _handed_over(sweep: ReverseSweep) -> int:
-    """How many bytes the way back reads of what is computed ahead from states: found faster than by splitting."""
-    inputs = sweep.step.invars
-    from_state = set(sweep.of_backward(inputs[1:]).state)
-    later = {*sweep.of_backward(inputs[1:]).carry, *inputs[sweep.xs_range.start + sweep.num_forward_xs :]}
-    handed_over = set()
+def _halves(sweep: ReverseSweep) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
+    """The equations of a step before those that read the carry or the other rows; and these. None: not told apart.
+
+    Before: (row, *consts, *carry, *state, *forward x, *other x) -> (*carry, *state, *y).
+    After: (row, *consts, *state, *forward x) -> (*state, *residuals), (*residuals, *carry, *other x) -> (*carry, *y).
+
+    Equations are left whole: JAX has evaluated a transposed step partially (`core/autodiff/transpose.py`). Where one
+    gives the next state, too (a guard of all that a batch does), JAX does it once more.
+    """
+    row, *inputs = sweep.step.invars
+    given, outputs = sweep.of_backward(inputs), sweep.step_outputs(sweep.step.outvars)
+    others, ends = given.xs[sweep.num_forward_xs :], [*outputs.carry, *outputs.ys]
+    later, ahead, back = {*given.carry, *others}, list[Any](), list[Any]()
     for eqn in sweep.step.eqns:
-        read = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
-        if read & later:
-            handed_over |= read & from_state
-            later.update(eqn.outvars)
-        elif read & from_state:
-            from_state.update(eqn.outvars)
-    return num_bytes(variable.aval for variable in handed_over)
+        is_ahead = later.isdisjoint(_variables(eqn.invars))
+        (ahead if is_ahead else back).append(eqn)
+        later.update(() if is_ahead else eqn.outvars)
+    if later.isdisjoint(_variables(outputs.state)):
+        read = dict.fromkeys([*(x for eqn in back for x in _variables(eqn.invars)), *_variables(ends)])
+        residuals = [x for x in read if x not in later and x not in sweep.step.constvars]
+        known = replace_jaxpr(sweep.step, [row, *sweep.forward_inputs(given)], [*outputs.state, *residuals], ahead)
+        return known, replace_jaxpr(sweep.step, [*residuals, *given.carry, *others], ends, back)
+    unknown = [False] * (1 + sweep.num_consts) + [True] * sweep.num_carry
+    unknown += [False] * (sweep.num_state + sweep.num_forward_xs) + [True] * len(others)
+    wanted = [True] * sweep.num_carry + [False] * sweep.num_state + [True] * len(sweep.y_avals)
+    known, rest, found = partial_eval_jaxpr(sweep.step, unknown, wanted)
+    return (known, rest) if found == wanted else None
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 @weakly_cached
@@ -73,23 +92,13 @@ def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
     if asks_for_active or (not stored and num_bytes(sweep.step.in_avals) == maxsize):
         return None
     # Effects happen on the way back, in the order of its steps, and not in replays: such a step stays whole.
-    if happens(sweep.step.effects):
+    if happens(sweep.step.effects) or (halves := _halves(sweep)) is None:
         return None
-
-    # JAX's partial evaluation of the step: the carry, and the rows that only the way back reads, are unknown.
-    # Before: (row, *consts, *carry, *state, *forward x, *other x) -> (*carry, *state, *y).
-    # After: known (row, *consts, *state, *forward x) -> (*state, *residuals),
-    # later (*residuals, *carry, *other x) -> (*carry, *y).
-    num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
-    unknown = [False] * (1 + num_consts) + [True] * sweep.num_carry + [False] * num_state
-    unknown += [False] * num_xs + [True] * (len(sweep.xs_range) - num_xs)
-    outputs = [True] * sweep.num_carry + [False] * num_state + [True] * len(sweep.y_avals)
-    known, later, found = partial_eval_jaxpr(sweep.step, unknown, outputs)
-    if found != outputs:
-        return None
+    known, later = halves
 
     # Where each residual comes from on the way back: consts and xs (hoisted, forwarded), the record of the step, or it
     # is computed from these again. Positions are those among the outputs of `known`.
+    num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
     residuals = classified(known, sizes, range(num_state, len(known.out_avals)))
     constant = [r.position for r in residuals if r.hoisted]
     is_row = lambda r: known.outvars[r.position] is known.invars[0]  # noqa: E731
