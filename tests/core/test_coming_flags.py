@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import loopax as lx
-from loopax._src.core.jaxpr.util import inner_jaxprs
+from loopax._src.jax_internals import inner_jaxprs
 from tests.support.problem import argument_of
 from tests.support.progress_recorder import once, recorder  # noqa: F401 - a fixture
 

@@ -15,8 +15,8 @@ import loopax as lx
 from loopax._src.core import Loop
 from loopax._src.core.batching.compact_primitive import compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
-from loopax._src.core.jaxpr.util import inner_jaxprs
 from loopax._src.insight.compare import Measured, interleaved, with_kind
+from loopax._src.jax_internals import inner_jaxprs
 
 
 def program(x, n):

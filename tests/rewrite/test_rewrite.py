@@ -10,7 +10,7 @@ import pytest
 from jax import Array, lax
 
 import loopax as lx
-from loopax._src.core.jaxpr.util import inner_jaxprs
+from loopax._src.jax_internals import inner_jaxprs
 from loopax.insight import LoopExplanation
 from tests.support.reference import assert_close
 

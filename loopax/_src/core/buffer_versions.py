@@ -16,19 +16,18 @@ from typing import Any, NamedTuple
 from loopax._src.core.ir.kind import LoopOperands
 from loopax._src.core.ir.loop import Loop, Outcome, loop_p, num_recorded, run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
-from loopax._src.core.jaxpr.util import (
-    Mask,
-    bind_again,
-    equations_in,
-    evaluate,
-    reject,
-    select,
-    stacked,
-    trace,
-    weakly_cached,
-)
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, reject, select, stacked, trace, weakly_cached
 from loopax._src.core.row_buffers import VERSION, appends, get, get_p, put, put_p, view_p
-from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, inlinable, jaxpr_as_fun, replace_jaxpr, zeros
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    dce,
+    equations_in,
+    inlinable,
+    jaxpr_as_fun,
+    replace_jaxpr,
+    zeros,
+)
 
 # The tape of a loop whose inverse reads a row that its step has recorded.
 #

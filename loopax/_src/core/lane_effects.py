@@ -12,11 +12,11 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import mixes_lanes
 from loopax._src.core.jaxpr.evaluate import batch_expanded, evaluated_by, jvp_expanded, rule_of
 from loopax._src.core.jaxpr.types import batch_if_mapped
-from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, inner_jaxprs, trace, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakly_cached
 from loopax._src.core.masking import When, fill_inactive, own_if_active_p, pick
 from loopax._src.core.own_arrays import Inner, inner_of, own_values, walks
 from loopax._src.core.row_buffers import VERSION, operands_where
-from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, inner_jaxprs, jaxpr_as_fun
 
 Evaluated = Callable[..., list[Any]]  # f(active, *inputs)
 

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from loopax._src.core.batching.compact_primitive import compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
-from loopax._src.core.jaxpr.util import inner_jaxprs
 from loopax._src.frontend.raising import of_user
 from loopax._src.insight.find_loops import FoundLoop
-from loopax._src.jax_internals import ClosedJaxpr, calls_of_operations, lax_loop, user_lines
+from loopax._src.jax_internals import ClosedJaxpr, calls_of_operations, inner_jaxprs, lax_loop, user_lines
 
 
 def operations(program: ClosedJaxpr, loops: Sequence[FoundLoop]) -> Counter[str]:

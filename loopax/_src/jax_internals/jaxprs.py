@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.extend.core.primitives import select_n_p, stop_gradient_p
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from loopax._src.jax_internals.primitives import held_program
+from loopax._src.jax_internals.primitives import equations_in, inner_jaxprs, stops_gradient
 from loopax._src.jax_internals.rules import new_primitive, register
 from loopax._src.jax_internals.types import has_tangents, zeros
 
@@ -164,22 +165,16 @@ _num_transposing, _transposing = 0, Lock()
 
 def _stops_in_choices(jaxpr: Any) -> bool:
     """Whether there are any, and each is a choice: the other is its operand."""
-    stopping = [eqn for eqn in jaxpr.eqns if eqn.primitive is stop_gradient_p]
+    stopping = [eqn for eqn in jaxpr.eqns if stops_gradient(eqn)]
     for eqn in stopping:
         (x,), (y,) = eqn.invars, eqn.outvars
         uses = [use for use in jaxpr.eqns if any(atom is y for atom in use.invars)]
         is_choice = all(use.primitive is select_n_p and any(atom is x for atom in use.invars) for use in uses)
         if not is_choice or any(atom is y for atom in jaxpr.outvars):
             return False
-    inner = [program.jaxpr for eqn in jaxpr.eqns for program in _programs_in(eqn) if _stops(program.jaxpr)]
+    programs = chain.from_iterable(map(inner_jaxprs, jaxpr.eqns))
+    inner = [program.jaxpr for program in programs if any(map(stops_gradient, equations_in(program)))]
     return bool(stopping or inner) and all(map(_stops_in_choices, inner))
-
-
-def _stops(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive is stop_gradient_p or any(_stops(program.jaxpr) for program in _programs_in(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 @contextmanager
@@ -326,10 +321,5 @@ def _is_as_large_in(less: Any, all_of_it: Any) -> bool:
     """Whether nothing has been removed from the programs in an equation."""
     if (len(less.invars), len(less.outvars)) != (len(all_of_it.invars), len(all_of_it.outvars)):
         return False
-    pairs = zip(_programs_in(less), _programs_in(all_of_it), strict=True)
+    pairs = zip(inner_jaxprs(less), inner_jaxprs(all_of_it), strict=True)
     return all(one is other or _is_as_large(one, other) for one, other in pairs)
-
-
-def _programs_in(eqn: Any) -> list[ClosedJaxpr]:
-    values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
-    return [program for program in map(held_program, values) if program is not None]

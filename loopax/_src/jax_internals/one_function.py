@@ -125,11 +125,11 @@ def can_be_function(program: ClosedJaxpr, programs: Callable[[Any], Iterable[Clo
 
 
 def _length(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]]) -> float:
-    """The number of equations, also of programs within; infinite if one cannot be in a function."""
+    """The number of equations, also of programs within; infinite if they are too many, or one stands in no function."""
     total = 0.0
     for eqn in program.eqns:
         inner = list(programs(eqn))
-        if not _is_simple(eqn, bool(inner)):
+        if total > _MOST_EQUATIONS or not _is_simple(eqn, bool(inner)):
             return inf
         total += 1 + sum(_length(program, programs) for program in inner)
     return total

@@ -3,8 +3,9 @@
 Names and parameters are not part of JAX's public API, and change. The rest of loopax asks here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -114,6 +115,36 @@ def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
     new.__dict__.update(new.params)
     new.effects = frozenset(program.effects)
     return new
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[ClosedJaxpr]:
+    """The jaxprs in the parameters of an equation."""
+    return programs_in(tuple(eqn.params.values()))
+
+
+_PLAIN = {bool, int, float, str, type(None)}  # asked first: most parameters are, and these functions are called often
+
+
+def programs_in(value: Any) -> Iterator[ClosedJaxpr]:
+    """The jaxprs in a parameter of an equation, or in several of them."""
+    if type(value) in _PLAIN:
+        return
+    if (held := held_program(value)) is not None:
+        yield held
+    elif isinstance(value, tuple | list):
+        yield from chain.from_iterable(map(programs_in, value))
+
+
+def equations_in(jaxpr: ClosedJaxpr) -> Iterator[Any]:
+    """The equations of a program, each before those of programs inside of it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from chain.from_iterable(map(equations_in, inner_jaxprs(eqn)))
+
+
+def num_equations(jaxpr: ClosedJaxpr) -> int:
+    """How many equations a program has, those of inner programs included."""
+    return sum(1 for _ in equations_in(jaxpr))
 
 
 def called(eqn: Any) -> ClosedJaxpr | None:

@@ -13,10 +13,11 @@ from loopax._src.core.batching.compact_primitive import compact_vmap_p
 from loopax._src.core.ir.linear_loop import linear_loop_p
 from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
-from loopax._src.core.jaxpr.util import bind_again, inner_jaxprs
+from loopax._src.core.jaxpr.util import bind_again
 from loopax._src.core.lane_effects import only_if_p
 from loopax._src.core.masking import active_p, fill_inactive_p
 from loopax._src.core.row_buffers import VERSION, take_out
+from loopax._src.jax_internals import inner_jaxprs
 from tests.support.problem import KINDS, name_of
 from tests.support.reference import assert_close
 

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprTypeError, check_jaxpr
 import loopax as lx
 from loopax._src.core.batching.compact_primitive import CompactVmap
 from loopax._src.core.ir.loop import Loop
-from loopax._src.core.jaxpr.util import inner_jaxprs
+from loopax._src.jax_internals import inner_jaxprs
 from tests.support.problem import KINDS, XS, H, W, mixed, name_of, scan_program
 
 N = jnp.int32(6)

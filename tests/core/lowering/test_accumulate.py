@@ -13,7 +13,7 @@ import loopax as lx
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
 from loopax._src.core.jaxpr.accumulate import summing_in_place
-from loopax._src.core.jaxpr.util import equations_in
+from loopax._src.jax_internals import equations_in
 from tests.support.compiled import temporary_of, whole_arrays_in_loops
 from tests.support.reference import assert_close
 

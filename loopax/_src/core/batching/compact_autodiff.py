@@ -31,7 +31,6 @@ from loopax._src.core.jaxpr.evaluate import jvp_expanded
 from loopax._src.core.jaxpr.util import (
     append_each,
     calls_custom_vjp,
-    equations_in,
     flatten,
     invert,
     map_leaves,
@@ -43,7 +42,7 @@ from loopax._src.core.jaxpr.util import (
     split_list,
     trace,
 )
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
 
 
 def _runs_in_stages(inner: CompactVmap) -> bool:

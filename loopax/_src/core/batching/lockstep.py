@@ -26,7 +26,6 @@ from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals, u
 from loopax._src.core.jaxpr.util import (
     Mask,
     either,
-    equations_in,
     flatten,
     map_leaves,
     refuse_collectives,
@@ -39,7 +38,7 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.core.lane_effects import acts, guarded
 from loopax._src.core.masking import When, active_lanes, active_p, fill_inactive, over_lanes, pick
 from loopax._src.core.own_arrays import kept_by_lanes
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
 
 # One step of a batch of loops that stop at different times.
 #

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.util import bind_again, equations_in, trace, weakly_cached
-from loopax._src.jax_internals import Base, ClosedJaxpr, Literal, Primitive, Update, Updated, jaxpr_as_fun
+from loopax._src.core.jaxpr.util import bind_again, trace, weakly_cached
+from loopax._src.jax_internals import Base, ClosedJaxpr, Literal, Primitive, Update, Updated, equations_in, jaxpr_as_fun
 
 
 class Carried(NamedTuple):

@@ -28,17 +28,23 @@ from loopax._src.core.jaxpr.util import (
     Mask,
     bind_again,
     collective_over,
-    equations_in,
     evaluate,
-    inner_jaxprs,
     map_programs,
-    programs_in,
     rewriting,
     stacked,
     trace,
     weakly_cached,
 )
-from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, ad, jaxpr_as_fun
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    Primitive,
+    ad,
+    equations_in,
+    inner_jaxprs,
+    jaxpr_as_fun,
+    programs_in,
+)
 
 # Which types the bodies in an equation expect of its operands: (group, expected, given). Only `check_jaxpr` asks, under
 # `jax_enable_checks` say.

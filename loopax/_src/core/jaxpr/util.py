@@ -1,9 +1,9 @@
 """Small tools for jaxprs: trace, prune, look through, split lists of operands."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from sys import maxsize
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.jax_internals import ClosedJaxpr, Literal, ad
+from loopax._src.jax_internals import ClosedJaxpr, Literal, ad, equations_in
 from loopax._src.settings import settings
 
 T = TypeVar("T")
@@ -137,36 +137,6 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation, as it stands."""
     outputs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return outputs if eqn.primitive.multiple_results else [outputs]
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[ClosedJaxpr]:
-    """The jaxprs in the parameters of an equation."""
-    return programs_in(tuple(eqn.params.values()))
-
-
-_PLAIN = {bool, int, float, str, type(None)}  # asked first: most parameters are, and these functions are called often
-
-
-def programs_in(value: Any) -> Iterator[ClosedJaxpr]:
-    """The jaxprs in a parameter of an equation, or in several of them."""
-    if type(value) in _PLAIN:
-        return
-    if (held := jaxi.held_program(value)) is not None:
-        yield held
-    elif isinstance(value, tuple | list):
-        yield from chain.from_iterable(map(programs_in, value))
-
-
-def equations_in(jaxpr: ClosedJaxpr) -> Iterator[Any]:
-    """The equations of a program, each before those of programs inside of it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        yield from chain.from_iterable(map(equations_in, inner_jaxprs(eqn)))
-
-
-def num_equations(jaxpr: ClosedJaxpr) -> int:
-    """How many equations a program has, those of inner programs included."""
-    return sum(1 for _ in equations_in(jaxpr))
 
 
 def calls_custom_vjp(jaxpr: ClosedJaxpr) -> bool:
