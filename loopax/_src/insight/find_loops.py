@@ -85,6 +85,7 @@ def find(closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[FoundLoop]:
                 found += find(inner, operands[len(operands) - count :] if is_fed else [Value(perturbed=True)] * count)
         flags = [value.perturbed for value in operands]
         if any(flags) and not jaxi.stops_gradient(eqn):
+            values.update({atom: Value(perturbed=True) for atom in eqn.invars if jaxi.is_reference(atom.aval)})
             for variable, needed in zip(eqn.outvars, of_equation(eqn, tangent_dependence), strict=True):
                 if jaxi.has_tangents(variable.aval) and any(flags[i] for i in members(needed)):
                     values[variable] = Value(perturbed=True)

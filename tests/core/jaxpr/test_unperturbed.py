@@ -10,6 +10,7 @@ from jax import lax
 
 import loopax as lx
 from loopax._src.core.autodiff import jvp
+from loopax._src.core.jaxpr.dependence import dependence, tangent_dependence
 from tests.support.problem import KINDS, name_of
 
 
@@ -63,3 +64,19 @@ def test_what_a_value_decides_is_known_to_have_no_tangent(decided: str, monkeypa
 
     jax.make_jaxpr(jax.grad(loss))(0.3)
     assert sum(any(eqn.primitive.name == "sin" for eqn in body.eqns) for body, *_ in traced) == 1
+
+
+def through_a_reference(x: Any) -> Any:
+    reference = jax.new_ref(jnp.zeros(()))
+    reference[...] = x * x
+    return reference[...]
+
+
+@pytest.mark.parametrize("function", [through_a_reference, jax.jit(through_a_reference)])
+@pytest.mark.parametrize("find", [dependence, tangent_dependence])
+def test_what_goes_through_a_mutable_array_depends_on_it(function: Any, find: Any) -> None:
+    assert find(jax.make_jaxpr(function)(1.0)) == (1,)
+    program = lambda x: run(function(x), lx.Auto())[0]
+    assert jax.grad(program)(0.3) == pytest.approx(2 * 0.3 * jax.grad(lambda x: run(x, lx.Auto())[0])(0.09))
+    first = next(leaf for leaf in lx.explain(program, 0.3).loops[0].leaves if leaf.role == "carried")
+    assert first.is_differentiated

@@ -22,6 +22,8 @@ dependence_rules: dict[Any, Callable[[Any, Dependence], list[int]]] = {}
 @weakly_cached
 def dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
     """For each output, the set of inputs on which it depends; bit i stands for input i."""
+    if jaxi.uses_references(closed):  # what is written to one comes from no result of an equation
+        return ((1 << len(closed.invars)) - 1,) * len(closed.outvars)
 
     def results(eqn: Any, inputs: list[int]) -> list[int]:
         return _of_results(eqn, inputs, dependence)
@@ -36,6 +38,8 @@ def tangent_dependence(closed: ClosedJaxpr) -> tuple[int, ...]:
     Integers and bools have no tangents. So what a value decides (which branch, how many steps, which row) does not
     depend on its tangent.
     """
+    if jaxi.uses_references(closed):
+        return dependence(closed)
 
     def results(eqn: Any, inputs: list[int]) -> list[int]:
         if jaxi.stops_gradient(eqn):
