@@ -60,6 +60,17 @@ KEPT = [
     Program(
         "while", ("doubles_in_inner_loop",), "d", steps=2, lanes="compact", transformations=("vmap", "grad"), seed=783
     ),
+    # A batch of batches whose lanes start at rows of their own, with rows in host memory.
+    Program(
+        "scan",
+        ("row_from_host",),
+        "p",
+        reverse=True,
+        stop=True,
+        max_steps=2,
+        transformations=("vmap of n", "vmap of n"),
+        seed=622,
+    ),
     # An inner loop with compact lanes in `jax.checkpoint`: its results seemed to depend on tangents.
     Program(
         "scan",

@@ -103,8 +103,8 @@ def step_lanes(
     if not may_idle:
         return step(carry)
     # A row in which no lane is active is passed over.
-    if jaxi.undifferentiable_effects(body):
-        # JAX maps no `lax.cond` with such effects, so the step is a loop of one step or none.
+    if jaxi.undifferentiable_effects(body) or any(map(jaxi.is_on_host, (*body.in_avals, *body.out_avals))):
+        # JAX maps no `lax.cond` with such effects, or in host memory, so the step is a loop of one step or none.
         taken = jnp.any(active).astype(jnp.int32)
         kind = Decided(EveryResidual(reason="a step that a batch may pass over"))
         out = run_function(lambda _, *carry: step(carry), carry, bound=1, high=taken, kind=kind)
