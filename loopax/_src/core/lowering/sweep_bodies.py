@@ -52,6 +52,7 @@ def recording_of(sweep: ReverseSweep) -> Recording | None:
     return recording if pays else None
 
 
+@weakly_cached
 def _halves(sweep: ReverseSweep) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
     """The equations of a step before those that read the carry or the other rows; and these. None: not told apart.
 
