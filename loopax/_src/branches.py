@@ -350,7 +350,7 @@ def _trace(where: str, name: str, function: Any, spec: Spec, arrays: Sequence[An
         refuse_references_in(f"{where} returned", result)
         out, out_spec = pack(without_flags(result))
         found.append(out_spec)
-        has_checks.append(any(collected))
+        has_checks.append(bool(collected.checks or collected.infos or collected.watched))
         return out
 
     # What the branch calls the arrays that it is given.

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from jaxtyping import Array, Int, PyTree
 
+from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import LanesLike
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.extent import Limits, fori_extent, while_extent
@@ -57,6 +58,7 @@ def while_loop(
     throw: bool = True,
     info: bool = False,
     progress: ProgressLike = None,
+    finite: Finite | None = None,
 ) -> Any:
     """Repeat a body while a condition holds, with derivatives in forward and reverse mode.
 
@@ -101,14 +103,22 @@ def while_loop(
         A PRNG key. Step i gets the key `jax.random.fold_in(key, i)`. A recomputed step gets the same key. None: the
         body gets no key.
     throw
-        Whether a loop that `max_steps` stops raises an error. The error comes at run time, after the outermost loop.
-        False: the loop returns the carry that it has reached.
+        Whether a loop that `max_steps` or `finite` stops raises an error. The error comes at run time, after the
+        outermost loop. False: the loop returns the carry that it has reached.
     info
-        Whether to return the pair `(val, LoopInfo(num_steps, limit_reached))` instead of `val`.
+        Whether to return the pair `(val, LoopInfo)` instead of `val`: how many steps there were, whether a limit was
+        reached and, with `finite`, which step broke.
     progress
         Whether to show the progress of the loop while it runs: True, or a `Progress(...)` with a label and other
         options. None: show nothing. Under `jax.vmap` there is one bar for the batch. A gradient shows the forward pass
         only. See docs/long-runs.md.
+    finite
+        Whether to look for numbers that are not finite: True for NaN and infinities, `"nan"` for NaN alone. A step that
+        makes one is not taken: the loop ends before it, as at `max_steps`, and raises an error that names the step, the
+        lane, the path and index of the element, and what it was before. Looked at are the real and complex leaves of
+        the carry that the body changes, and the rows of outputs. An element that is not finite at the start never
+        counts. In reverse mode, the first step whose derivative makes a cotangent that is not finite is an error, too.
+        With `throw=False`, nothing is looked at in reverse mode. None: look at nothing. See docs/loops.md.
 
     Returns
     -------
@@ -128,6 +138,7 @@ def while_loop(
         - Reverse mode is taken through `Lax()`.
     equinox.EquinoxRuntimeError
         - `max_steps` stops a loop that would go on, and `throw` is True.
+        - A step or its derivative makes a number that is not finite, with `finite`, and `throw` is True.
         - A loop with `key` and without `max_steps` takes more than 2147483646 steps, and `throw` is True.
 
     Notes
@@ -137,13 +148,16 @@ def while_loop(
     to 64 carries (fewer if 64 do not fit in 256 MiB). With 64 carries and n up to 2187, forward and gradient together
     evaluate the body at most 3n times. For n up to 35594, they evaluate the body at most 4n times.
 
+    With `finite`, a step also looks once at each number that it makes. A loop that ends before a step runs twice: the
+    second time without its effects, unless they have results.
+
     Derivatives: forward and reverse mode, in every order. Reverse mode counts up to 2147483646 steps; beyond,
     derivatives are NaN, and so are the values where a gradient is taken.
 
     Sources: Griewank & Walther (2000), Stumm & Walther (2010). See docs/references.md.
 
     """
-    options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info, derivative)
+    options = arguments.options("while_loop", kind, lanes, key, progress, max_steps, throw, info, derivative, finite)
     goes_on, call = while_step(options, cond_fun, body_fun)
     called, depends_on = Called("while_loop", (body_fun, cond_fun), ("carry",)), ("while_loop", options.key_spec)
     step = Step(call, "body_fun of while_loop", called, depends_on, step_back(options))
@@ -190,6 +204,7 @@ def fori_loop(
     throw: bool = True,
     info: bool = False,
     progress: ProgressLike = None,
+    finite: Finite | None = None,
 ) -> Any:
     """Repeat a body for a range of integers; the limits may be known only at run time.
 
@@ -217,7 +232,7 @@ def fori_loop(
     max_steps
         A static bound on the number of steps. None: no bound but static limits. If a limit is traced, reverse mode can
         be faster with a bound.
-    kind, derivative, lanes, throw, info, progress
+    kind, derivative, lanes, throw, info, progress, finite
         As in `while_loop`.
     key
         A PRNG key. The step with index i gets the key `jax.random.fold_in(key, i)`. None: the body gets no key.
@@ -249,7 +264,7 @@ def fori_loop(
     limits.
 
     """
-    options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info, derivative)
+    options = arguments.options("fori_loop", kind, lanes, key, progress, max_steps, throw, info, derivative, finite)
     limits = Limits.of(lower, upper, "fori_loop")
     extent = fori_extent(limits, options.max_steps, options.throw).unrolled("fori_loop", unroll)
     first, is_weak = limits.first_index()
@@ -305,6 +320,7 @@ def scan(
     throw: bool = True,
     info: bool = False,
     progress: ProgressLike = None,
+    finite: Finite | None = None,
 ) -> Any:
     """Scan over the rows of arrays; the number of rows to scan may be known only at run time.
 
@@ -341,7 +357,7 @@ def scan(
     max_steps
         A static bound on the number of steps. The bound also sets the number of rows of `ys` if `xs` has no arrays and
         `length` is not static.
-    kind, derivative, lanes, throw, info, progress
+    kind, derivative, lanes, throw, info, progress, finite
         As in `while_loop`.
     key
         A PRNG key. Row i gets the key `jax.random.fold_in(key, i)`, also if `reverse` is True. None: `f` gets no key.
@@ -378,7 +394,7 @@ def scan(
     Derivatives: forward and reverse mode, in every order, also with respect to `xs`.
 
     """
-    options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info, derivative)
+    options = arguments.options("scan", kind, lanes, key, progress, max_steps, throw, info, derivative, finite)
     xs, references = take_references("scan(xs=...)", xs)
     extent = scan_rows(SCAN, options, f, stop, xs, length, reverse).unrolled("scan", unroll, stop is not None)
     called = Called("scan", (f,) if stop is None else (f, stop), ("carry", "x"))

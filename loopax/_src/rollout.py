@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from loopax._src.core import row_buffers as buffers
+from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import LanesLike
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.frontend import options as arguments
@@ -70,6 +71,7 @@ def rollout(
     throw: bool = True,
     info: bool = False,
     progress: ProgressLike = None,
+    finite: Finite | None = None,
 ) -> Any:
     """Repeat a step on its own results; the number of steps may be known only at run time.
 
@@ -106,7 +108,7 @@ def rollout(
     save_every
         Save only the outputs of the steps m, 2m, ..., with m = `save_every` and steps counted from 1. The default 1
         saves every output.
-    unroll, max_steps, kind, derivative, lanes, key, throw, info, progress
+    unroll, max_steps, kind, derivative, lanes, key, throw, info, progress, finite
         As in `loopax.scan`. A function inside a `kind`, such as an inverse, gets a state where the function of a scan
         gets a carry.
 
@@ -138,7 +140,7 @@ def rollout(
     Derivatives: forward and reverse mode, in every order.
 
     """
-    options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info, derivative)
+    options = arguments.options("rollout", kind, lanes, key, progress, max_steps, throw, info, derivative, finite)
     extent = scan_rows(WORDS, options, step, stop, inputs, length, False).unrolled("rollout", unroll, stop is not None)
     every = positive_int("rollout(save_every=...)", save_every, "steps", _SAVE_EVERY)
     if not (history is None or isinstance(history, History)):

@@ -55,7 +55,7 @@ class Simulation:
             self.work += seconds
             self._kill_now(step + 1)
         self.chunks.append(most)
-        return arrays, [], jnp.int32(most), np.bool_(True)
+        return arrays, [], [jnp.int32(most), np.bool_(True)]
 
     def _kill_now(self, steps: int) -> None:
         """What would be lost."""
@@ -85,7 +85,10 @@ class Simulation:
 
     def go(self, chunk_steps: int | None = None, unroll: int = 1) -> None:
         chunk: Any = SimpleNamespace(run=self.run, rows=2**31 - 1)
-        job: Any = SimpleNamespace(start=lambda steps: [steps], total=self.total, rows=None, stops=False)
+        options = SimpleNamespace(finite=None)
+        job: Any = SimpleNamespace(
+            start=lambda steps: [steps], total=self.total, rows=None, stops=False, options=options
+        )
         nothing = lambda *_, **__: None
         orbax = SimpleNamespace(
             CheckpointManagerOptions=nothing,

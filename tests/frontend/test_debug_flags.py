@@ -102,11 +102,19 @@ def test_no_nan_is_computed_where_none_is_a_result(program: str, jit: bool) -> N
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
+def broken(x: Any) -> Any:
+    return lx.fori_loop(0, 4, lambda _, x: jnp.log(x), x)
+
+
 @pytest.mark.parametrize("jit", [jax.jit, eagerly])
 def test_what_fails_is_found_where_it_is(jit: Any) -> None:
     """JAX looks for NaN operation by operation, in which one of ours would come first."""
     with jax.debug_nans(True), raises(FloatingPointError, "invalid value (nan) encountered in log"):
         jit(lambda x: jnp.log(grown(x) - 100))(2.0)
+    for f in (broken, jax.vmap(broken)):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in while") as error:
+            jit(f)(jnp.full(3, 2.0))
+        assert "give finite=True to the loop" in str(error.value.__notes__)
     for f in (grown, jax.grad(grown)):
         with debugging(), raises((*RUN_TIME, ValueError), "max_steps=6 stopped a loop"):
             jax.block_until_ready(jit(f)(1e-3))

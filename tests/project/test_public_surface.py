@@ -68,7 +68,7 @@ loopax:
   Lax()
     plan(loop)
   Lockstep()
-  LoopInfo(num_steps, limit_reached)
+  LoopInfo(num_steps, limit_reached, broken=, broken_step=, broken_leaf=)
   Progress(label=, every=, style=)
   Residuals()
     needs_bound
@@ -95,20 +95,21 @@ loopax:
   durable
   explain(fn, *args, argnums=)
   fori_loop(lower, upper, body_fun, init_val, *, unroll=, max_steps=, kind=, derivative=, lanes=, key=, throw=, info=,
-      progress=)
+      progress=, finite=)
   lane_report(info, inner=, *, lanes=)
   lanes_map(f, xs, *, num_lanes=)
   lanes_stream(f, items, *, num_lanes=, ordered=, chunk_steps=, prefetch=, throw=, info=, resume=, progress=)
   local(module)
-  rewrite_loops(fn, *, kind=, max_steps=, lanes=, scans=, conds=)
+  rewrite_loops(fn, *, kind=, max_steps=, lanes=, scans=, conds=, finite=)
   rollout(step, state, length=, *, inputs=, history=, stop=, save_every=, unroll=, max_steps=, kind=, derivative=,
-      lanes=, key=, throw=, info=, progress=)
+      lanes=, key=, throw=, info=, progress=, finite=)
   scan(f, init, xs=, length=, reverse=, unroll=, *, stop=, max_steps=, kind=, derivative=, lanes=, key=, throw=,
-      info=, progress=)
+      info=, progress=, finite=)
   sharded_lanes(f, mesh, axis, *, in_axes=, out_axes=)
   stochtrace
   switch(index, branches, *operands, operand=, lanes=)
-  while_loop(cond_fun, body_fun, init_val, *, max_steps=, kind=, derivative=, lanes=, key=, throw=, info=, progress=)
+  while_loop(cond_fun, body_fun, init_val, *, max_steps=, kind=, derivative=, lanes=, key=, throw=, info=, progress=,
+      finite=)
 loopax.kinds:
   Checkpoints(checkpoints=, always_to_bound=, reason=)
     name
@@ -153,15 +154,15 @@ loopax.durable:
   SaveError(...)
   StreamOutputs(items, failed, results)
   fori_loop(lower, upper, body_fun, init_val, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, unroll=,
-      max_steps=, key=, throw=, info=, progress=)
+      max_steps=, key=, throw=, info=, progress=, finite=)
   lanes_stream(f, items, *, directory, num_lanes=, checkpoint_every=, keep=, resume=, chunk_steps=, prefetch=, throw=,
       progress=)
   outputs(directory)
   scan(f, init, xs=, length=, reverse=, unroll=, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, stop=,
-      max_steps=, key=, throw=, info=, progress=)
+      max_steps=, key=, throw=, info=, progress=, finite=)
   steps_saved(directory)
   while_loop(cond_fun, body_fun, init_val, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, max_steps=,
-      key=, throw=, info=, progress=)
+      key=, throw=, info=, progress=, finite=)
 loopax.stochtrace:
   Estimator(probes=)
     products_per_sample

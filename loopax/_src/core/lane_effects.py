@@ -189,23 +189,23 @@ class _Guard(NamedTuple):
 
 _NOTHING_OWN = Inner([], {}, {})
 
-# For each primitive of loopax with programs in it: (equation, active, operands) -> results (`core/rules.py`).
-guards: dict[Primitive, Callable[[Any, Any, list[Any]], Sequence[Any]]] = {}
+# For each primitive of loopax with programs in it: (guard, operands) -> results (`core/rules.py`).
+guards: dict[Primitive, Callable[[_Guard, list[Any]], Sequence[Any]]] = {}
 
 
 def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     eqn, active = guard.eqn, guard.active
-    if eqn.primitive in VERSION:
+    if eqn.primitive in VERSION and guard.when != "effects":
         return bind_again(eqn, operands_where(active, eqn, operands))
     if guard.left and jaxi.updates(eqn):
         return [jaxi.written_where(active, eqn, operands)]
     if guard.left and jaxi.is_sum(eqn):
         (total,) = bind_again(eqn, operands)
         return [pick(active, total, operands[guard.own.index(True)])]
-    if not _acts(eqn) and not any(guard.own):
+    if not (any(guard.own) or (_acts(eqn) and _may_act(guard))):
         return bind_again(eqn, operands)
     if eqn.primitive in guards:
-        return guards[eqn.primitive](eqn, active, operands)
+        return guards[eqn.primitive](guard, operands)
     if (results := _guarded_control_flow(guard, operands)) is not None:
         return results
     if not _acts(eqn):  # it reads a lane's own, or chooses of it
@@ -220,6 +220,13 @@ def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     types = tuple(variable.aval for variable in eqn.outvars)
     only_if = OnlyIf(eqn.primitive, tuple(eqn.params.items()), types, frozenset(eqn.effects))
     return only_if_p.bind(active, *operands, **only_if._asdict())
+
+
+def _may_act(guard: _Guard) -> bool:
+    """Whether the effects of an equation that acts are to be suppressed. A callback with results alone knows these."""
+    eqn = guard.eqn
+    holds_effects = any(map(acts, inner_jaxprs(eqn)))
+    return guard.when != "effects" or (jaxi.happens(eqn.effects) and (holds_effects or not eqn.outvars))
 
 
 @weakly_cached

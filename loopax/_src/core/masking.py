@@ -110,7 +110,8 @@ def unmasked(body: ClosedJaxpr) -> ClosedJaxpr:
     return trace(lambda *inputs: evaluate(body, inputs, equation), body.in_avals)
 
 
-When = Literal["always", "in_derivatives", "never"]  # never: derivatives are those of active lanes all the same
+# never: derivatives are those of active lanes all the same; effects: only these depend on who is active
+When = Literal["always", "in_derivatives", "never", "effects"]
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:

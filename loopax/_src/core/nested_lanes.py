@@ -145,6 +145,12 @@ def split_at_loop(program: ClosedJaxpr, holds: str, otherwise: str) -> SplitProg
             "It is taken apart there, step by step, and cannot show how far it is. Leave its progress= out; a loop "
             "with lanes='free' can show its own."
         )
+    if loop.stop is not None:
+        raise NotImplementedError(
+            "a loop with finite= stands in the body of a loop with lanes='free', or in the function of `lanes_map` or "
+            "of a stream. It is taken apart there, and its steps are not looked at. Leave finite= out, or map the "
+            "function with `jax.vmap` and lanes='lockstep' or 'compact'."
+        )
     if loop.inverse is not None:
         raise NotImplementedError(f"a loop inside of another, of which one is made (lanes='free') {_TAKES_NO_INVERSE}")
     # Before: the equations in their order -> After: those that do not need the loop's results, and those that do

@@ -141,4 +141,6 @@ jaxi.register(
 )
 dependence.dependence_rules[compact_vmap_p] = lambda eqn, of: list(of(CompactVmap(**eqn.params).program))
 dependence.mixed_operands[compact_vmap_p] = lambda eqn: dependence.mixed_inputs(CompactVmap(**eqn.params).program)
-guards[compact_vmap_p] = lambda eqn, active, operands: guarded(CompactVmap(**eqn.params).program)(active, *operands)
+guards[compact_vmap_p] = lambda guard, operands: guarded(CompactVmap(**guard.eqn.params).program, when=guard.when)(
+    guard.active, *operands
+)

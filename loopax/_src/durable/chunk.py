@@ -85,8 +85,9 @@ class Job:
 class TracedChunk:
     """A chunk for one number of rows of outputs."""
 
-    # (*carry, *start, most) -> (*carry, *ys, num_steps, goes_on), where `start` is what else the loop hands to its
-    # steps. Rows of `ys` that there were not are zero; `goes_on` is False where a condition has ended the loop.
+    # (*carry, *start, most) -> (*carry, *ys, num_steps, goes_on, *broken), where `start` is what else the loop hands to
+    # its steps. Rows of `ys` that there were not are zero; `goes_on` is False where a condition has ended the loop.
+    # `broken`: whether the next step breaks, and the numbers of a message that says so.
     closed: ClosedJaxpr
     init: Any  # the first carry, frozen, with the types that it has in the loop
     arrays: list[jax.Array]  # of it
@@ -94,6 +95,7 @@ class TracedChunk:
     y_spec: Spec
     changes: Changes  # what the body does to NNX objects
     carry_avals: list[Any]  # of what the body returns, with weak types
+    broken: Any  # the message (`frontend/finite.py`); None: nothing is looked at
 
 
 def trace(job: Job, start: Sequence[Any], rows: int | None) -> TracedChunk:
@@ -107,15 +109,20 @@ def trace(job: Job, start: Sequence[Any], rows: int | None) -> TracedChunk:
         arrays, spec = pack(init)
         found: dict[str, Any] = {}
 
-        def flat(*operands: Any, init: Any = init, spec: Spec = spec, found: dict[str, Any] = found) -> list[Any]:
+        def flat(
+            *operands: Any, init: Any = init, spec: Spec = spec, found: dict[str, Any] = found, first: Any = arrays
+        ) -> list[Any]:
             arrays, start, (most,) = split_list(operands, [len(spec.avals), len(operands) - len(spec.avals) - 1])
             given = spec.unpack([of_weak_type(x, aval) for x, aval in zip(arrays, spec.avals, strict=True)])
             carry, objects = thaw_numbered(given)
             bound = MOST_STEPS if rows is None else rows  # without one, a condition alone would stop the loop
             extent = Extent(0, most, bound, fixed=False, capacity=rows, unroll=job.unroll)
-            done = UserLoop(job.step, options, extent, start, carry, goes_on=always if job.stops else None).run()
+            condition = always if job.stops else None
+            done = UserLoop(job.step, options, extent, start, carry, goes_on=condition, begun=first).run()
             goes_on = jnp.ones((), bool) if done.goes_on is None else done.goes_on
             carry, ys, *numbers = settle((done.carry, done.ys, done.num_steps, goes_on), done.checks)
+            check = done.broken and done.broken.check(f"loopax.{options.name}", done.arrays)
+            found["broken"], broken = (check.message, [check.failed, *check.amounts]) if check else (None, [])
             carry, found["changes"] = take_back(where, given, objects, done.hand_over(carry))
             if roots(ys):
                 raise TypeError(
@@ -125,7 +132,7 @@ def trace(job: Job, start: Sequence[Any], rows: int | None) -> TracedChunk:
             arrays, found["y_spec"] = pack(ys)
             carry = match_carry(where, init, spec, carry)
             found["carry_avals"] = list(map(jax.typeof, carry))
-            return [*map(strongly_typed, carry), *map(strongly_typed, arrays), *numbers]
+            return [*map(strongly_typed, carry), *map(strongly_typed, arrays), *numbers, *broken]
 
         try:
             most = jax.ShapeDtypeStruct((), jnp.int32)
@@ -154,18 +161,18 @@ class CompiledChunk:
         num_consts, self._sizes = len(self._closed_over), [len(self.first), len(traced.y_spec.avals)]
         shardings = [x.sharding for x in self.first]
         whole = _replicated(self.first) if jax.process_count() > 1 else None  # each process has all rows then
+        others = [whole] * (len(traced.closed.out_avals) - len(shardings))
         function = jax.jit(
             jaxpr_as_fun(opened),
             donate_argnums=range(num_consts, num_consts + len(self.first)),
-            out_shardings=[*shardings, *[whole] * self._sizes[1], whole, whole] if _replicated(self.first) else None,
+            out_shardings=[*shardings, *others] if _replicated(self.first) else None,
         )
         self._compiled = function.lower(*self._closed_over, *self.first, *start, np.int32(0)).compile()
 
-    def run(self, arrays: Sequence[Any], start: Sequence[Any], most: int) -> tuple[list[Any], list[Any], Any, Any]:
-        """The arrays some steps on, which use up those given, rows of outputs, the number of steps, and `goes_on`."""
+    def run(self, arrays: Sequence[Any], start: Sequence[Any], most: int) -> tuple[list[Any], ...]:
+        """The arrays some steps on, which use up those given, rows of outputs, and the numbers of `TracedChunk`."""
         out = self._compiled(*self._closed_over, *arrays, *start, np.int32(most))
-        carry, ys, (num_steps, goes_on) = split_list(out, self._sizes)
-        return carry, ys, num_steps, goes_on
+        return tuple(split_list(out, self._sizes))
 
 
 def placed(arrays: Sequence[jax.Array], beside: Sequence[Any] = ()) -> list[jax.Array]:

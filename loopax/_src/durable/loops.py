@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from loopax._src.core.finite import Finite
 from loopax._src.core.lowering.rows import read
 from loopax._src.durable.chunk import EPOCH, Job, RowPlan
 from loopax._src.durable.options import DurableOptions, loop_options
@@ -61,6 +62,7 @@ def while_loop(
     throw: bool = True,
     info: bool = False,
     progress: Any = None,
+    finite: Finite | None = None,
 ) -> Any:
     """`loopax.while_loop` for runs of hours: saves its state to disk, and the same call resumes the run.
 
@@ -72,7 +74,7 @@ def while_loop(
 
     Parameters
     ----------
-    cond_fun, body_fun, init_val, key, throw, info
+    cond_fun, body_fun, init_val, key, throw, info, finite
         As in `loopax.while_loop`. All arrays in the carry are saved, also those in Equinox modules and NNX objects.
         Other leaves are part of the program.
     directory
@@ -139,7 +141,7 @@ def while_loop(
     have both.
 
     """
-    options = loop_options("durable.while_loop", (init_val,), key, progress, max_steps, throw, info)
+    options = loop_options("durable.while_loop", (init_val,), key, progress, max_steps, throw, info, finite=finite)
     goes_on, call = while_step(options, cond_fun, body_fun)
     job = Job(
         options,
@@ -195,6 +197,7 @@ def fori_loop(
     throw: bool = True,
     info: bool = False,
     progress: Any = None,
+    finite: Finite | None = None,
 ) -> Any:
     """`loopax.fori_loop` for runs of hours: saves its state to disk, and the same call resumes the run.
 
@@ -205,7 +208,7 @@ def fori_loop(
     lower, upper
         The limits, as in `loopax.fori_loop`. There may be more than 2**31 steps, if the dtype of the index holds them.
         A resumed run may have a larger `upper` than before, and continues up to it.
-    body_fun, init_val, max_steps, key, throw, info
+    body_fun, init_val, max_steps, key, throw, info, finite
         As in `loopax.fori_loop`.
     unroll
         Steps per iteration of the compiled loop. Chunks consist of whole iterations. None: 1.
@@ -231,7 +234,9 @@ def fori_loop(
     Cost and derivatives: as in `durable.while_loop`.
 
     """
-    options = loop_options("durable.fori_loop", (lower, upper, init_val), key, progress, max_steps, throw, info)
+    options = loop_options(
+        "durable.fori_loop", (lower, upper, init_val), key, progress, max_steps, throw, info, finite=finite
+    )
     limits = Limits.of(lower, upper, options.name)
     length, (first, is_weak) = limits.known_distance(), limits.first_index()
     total = length if options.max_steps is None else min(length, options.max_steps)
@@ -296,6 +301,7 @@ def scan(
     throw: bool = True,
     info: bool = False,
     progress: Any = None,
+    finite: Finite | None = None,
 ) -> Any:
     """`loopax.scan` for runs of hours: saves its state to disk, and the same call resumes the run.
 
@@ -305,7 +311,7 @@ def scan(
 
     Parameters
     ----------
-    f, init, xs, reverse, stop, max_steps, key, throw, info
+    f, init, xs, reverse, stop, max_steps, key, throw, info, finite
         As in `loopax.scan`.
     length
         The number of rows to scan, as in `loopax.scan`. If `xs` has no arrays, a resumed run may have a larger `length`
@@ -338,7 +344,7 @@ def scan(
 
     """
     words = arguments.Words("durable.scan", "f", "xs", "ys")
-    options = loop_options(words.name, (init, xs, length), key, progress, max_steps, throw, info)
+    options = loop_options(words.name, (init, xs, length), key, progress, max_steps, throw, info, finite=finite)
     length = None if length is None else an_int(f"{words.name}(length=...)", length)
     extent = scan_rows(words, options, f, stop, xs, length, reverse)
     low, high = int(extent.low), int(extent.high)

@@ -196,14 +196,14 @@ def check(
 
 
 def loop_options(
-    name: str, given: tuple[Any, ...], key: Any, progress: ProgressLike, max_steps: Any, throw: Any, info: Any
+    name: str, given: tuple[Any, ...], key: Any, progress: ProgressLike, max_steps: Any, *rest: Any, finite: Any
 ) -> Options:
     """The options that all loops share, with a bound of 64 bits; `given`: the other arguments that hold arrays.
 
-    A durable loop is neither differentiated nor batched, so its callers have no say in how.
+    A durable loop is neither differentiated nor batched, so its callers have no say in how. `rest`: throw and info.
     """
     refuse_transformations(name, given, key)
-    shared = options(name, Lax(), Lockstep(), key, progress, None, throw, info)
+    shared = options(name, Lax(), Lockstep(), key, progress, None, *rest, finite=finite)
     if max_steps is None:
         return shared
     return replace(shared, max_steps=int_within(f"{name}(max_steps=...)", max_steps, 0, 2**63 - 1))

@@ -16,6 +16,7 @@ from loopax._src.durable.pace import Interrupts, watching
 from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.stored_program import compare_with_stored, describe, refuse_unsavable, types_of
 from loopax._src.frontend.options import limit_message
+from loopax._src.frontend.raising import with_amounts
 from loopax._src.frontend.steps import always, first_condition
 from loopax._src.frontend.trace import trace_step
 from loopax._src.nnx.functional import hand_over
@@ -34,11 +35,12 @@ class DurableRun:
     chunk: CompiledChunk
     saves: Saves
 
-    def advance(self, state: SavedState, interrupts: Interrupts, shown: Shown) -> SavedState:
-        """Run to the end, saving; an interrupt saves too, and is raised then."""
+    def advance(self, state: SavedState, interrupts: Interrupts, shown: Shown) -> tuple[SavedState, list[Any]]:
+        """Run to the end, saving; an interrupt saves too, and is raised then. Also the numbers of a step that broke."""
+        broken: list[Any] = []
         saves, pace, before = self.saves, self.saves.pace, state.steps
         pace.begin(before)
-        while state.goes_on and state.steps != self.job.total:
+        while state.goes_on and state.steps != self.job.total and not broken:
             most, count = self._next_chunks(state.steps)
             must_wait = pace.must_wait(state.steps, most * count)
             signal, most, count, must_wait = agreed(interrupts.received or 0, most, count, int(must_wait))
@@ -49,13 +51,13 @@ class DurableRun:
                 if all_agree(pace.must_wait(state.steps, most * count)):
                     saves.save(state)
                     saves.finish()
-            state = self._take(state, most, count)
+            state, broken = self._take(state, most, count)
             shown.update(state.steps - before)
             saves.look()
             if all_agree(pace.should_save(state.steps)):
                 saves.save(state)
         saves.end(state, interrupts, f"{state.steps} steps")
-        return state
+        return state, broken
 
     def _next_chunks(self, steps: int) -> tuple[int, int]:
         """Steps of the next chunk, within its rows, and how many such chunks to start at once.
@@ -68,20 +70,20 @@ class DurableRun:
         if job.total is not None:
             ahead = min(ahead, job.total - steps)
         most = min(pace.chunk(steps), self.chunk.rows, ahead)
-        if job.stops or self.chunk.rows < MOST_STEPS:
+        if job.stops or job.options.finite or self.chunk.rows < MOST_STEPS:
             return most, 1
         if pace.in_steps:
             ahead = min(ahead, pace.next_save - steps)
         return most, max(min(pace.in_a_row(most), ahead // most), 1)
 
-    def _take(self, state: SavedState, most: int, count: int) -> SavedState:
-        """Take a chunk of steps, or several; rows of outputs begin to be written."""
+    def _take(self, state: SavedState, most: int, count: int) -> tuple[SavedState, list[Any]]:
+        """Take a chunk of steps, or several; rows of outputs begin to be written. As `advance`."""
         job, pace, outputs = self.job, self.saves.pace, self.saves.outputs
         begun, arrays = time.monotonic(), state.arrays
         *before, last = (state.steps + i * most for i in range(count))
         for steps in before:
             arrays, *_ = self.chunk.run(arrays, job.start(steps), most)
-        arrays, ys, num_steps, goes_on = self.chunk.run(arrays, job.start(last), most)
+        arrays, ys, (num_steps, goes_on, *broken) = self.chunk.run(arrays, job.start(last), most)
         # Wait, so that Python can handle signals meanwhile where that takes long or nobody knows.
         expected = None if pace.step_seconds is None else count * most * pace.step_seconds
         pause = _POLL_SECONDS if expected else _FIRST_POLL_SECONDS
@@ -92,7 +94,8 @@ class DurableRun:
         pace.took(taken, time.monotonic() - begun)
         if outputs is not None and outputs.writes and taken:
             outputs.write(state.steps, [np.asarray(y)[:taken] for y in ys])
-        return SavedState(state.steps + taken, bool(goes_on), arrays)
+        steps = state.steps + taken
+        return SavedState(steps, bool(goes_on), arrays), [steps, *broken[2:]] if broken and broken[0] else []
 
 
 # A durable loop from its arguments to its results.
@@ -119,18 +122,24 @@ def run_job(job: Job, *durability: Any) -> Any:
         compare_with_stored(name, root, describe(job, step, one, chunk.first), anyway)
         outputs = Outputs(name, root, traced.y_spec, job.rows) if job.rows else None
         with closing(Saves(name, root, keep, pace, outputs)) as saves:
-            state = _go_on(job, chunk, saves)
+            state, broken = _go_on(job, chunk, saves)
+        if broken and options.throw:
+            raise eqx.EquinoxRuntimeError(with_amounts(traced.broken, broken))
         reached = state.steps == job.total and state.goes_on and (job.cut or job.condition is not None)
         if reached and options.throw:
             raise eqx.EquinoxRuntimeError(limit_message(name, job.total))
         last = traced.spec.unpack(restore_weak(state.arrays, traced.carry_avals))
         carry = hand_over(job.where, job.init, last, traced.changes)
-        loop_info = LoopInfo(np.int64(state.steps), np.bool_(reached))  # pyright: ignore[reportArgumentType]
+        numbers = [np.int64(state.steps), np.bool_(reached)]
+        if traced.broken:
+            step, leaf = (state.steps, traced.broken.leaf_number(broken)) if broken else (-1, -1)
+            numbers += [np.bool_(len(broken) > 0), np.int64(step), np.int32(leaf)]
+        loop_info = LoopInfo(*numbers)  # pyright: ignore[reportArgumentType]
         return options.with_info((carry, outputs.rows()) if outputs else carry, loop_info)
 
 
-def _go_on(job: Job, chunk: CompiledChunk, saves: Saves) -> SavedState:
-    """Run to the end from the newest save that is whole, or from the first state."""
+def _go_on(job: Job, chunk: CompiledChunk, saves: Saves) -> tuple[SavedState, list[Any]]:
+    """Run to the end from the newest save that is whole, or from the first state; as of `DurableRun.advance`."""
     state = saves.newest(chunk.first)
     if state is None and job.condition is not None:
         goes_on, arrays = first_condition(job.where, job.condition, [], chunk.traced.spec, chunk.first)
@@ -148,8 +157,8 @@ def _go_on(job: Job, chunk: CompiledChunk, saves: Saves) -> SavedState:
     shown.begin(state.steps)
     try:
         with watching() as interrupts:
-            state = DurableRun(job, chunk, saves).advance(state, interrupts, shown)
+            found = DurableRun(job, chunk, saves).advance(state, interrupts, shown)
             shown.end(finished=True)
-            return state
+            return found
     finally:
         shown.end(finished=False)

@@ -70,7 +70,7 @@ def describe(job: Job, step: Traced, traced: TracedChunk, first: Sequence[jax.Ar
 
     # Before: (row, *closed over, *start, [goes on], *carry, *flags) -> ([goes on], *carry, *flags, *y)
     # After: without the flags of checks among the results, for they never change another result.
-    body, given, num_flags, num_ys = step.body, step.closed_over, len(step.messages), len(step.found.y_spec.avals)
+    body, given, num_flags, num_ys = step.body, step.closed_over, sum(step.flags.sizes), len(step.found.y_spec.avals)
     num_start = len(body.in_avals) - 1 - len(given) - (len(body.out_avals) - num_ys)
     goes_on = ["goes on"] * (len(body.out_avals) - len(carry) - num_flags - num_ys)
     last = [*goes_on, *(path for path, _ in carry), *(f"flag {i}" for i in range(num_flags))]

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src.core.finite import NONE
 from loopax._src.core.ir.annotations import UNKNOWN
+from loopax._src.core.ir.loop import NO_STOP
 from loopax._src.core.jaxpr.util import put_rows, stacked
 from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.finite import Watched, broken_by
 from loopax._src.frontend.steps import first_condition
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, Taken, promoting, take_step
 from loopax._src.jax_internals import keep_bits, of_weak_type, value_now, zeros
@@ -38,6 +41,9 @@ class PythonSteps:
     is_over: bool = False  # there is none
     ys: list[list[Any]] = field(default_factory=list)  # of each step, as of `Taken`
     found: Findings | None = None  # of all of them; None: there is none
+    begun: Sequence[Any] = ()  # the first carry
+    watched: Watched | None = None  # what has been looked at; None: nothing, or no step has been taken
+    stop: Any = field(default_factory=lambda: jnp.array(NO_STOP, jnp.int32))
 
     @property
     def rest(self) -> Extent:
@@ -74,6 +80,30 @@ class PythonSteps:
         self.found = taken.found if before is None else taken.found.after(before)
         self.ys.append(taken.ys)
 
+    def _take_one(self, row: int) -> bool:
+        """Take the step of a row. False: it is not taken, as it breaks, or as nobody knows whether it does."""
+        x = [keep_bits(partial(lax.index_in_dim, index=row, keepdims=False), x) for x in self.xs]
+
+        def one(init: Any, arrays: list[Any], spec: Spec) -> tuple[Taken, list[Any], Spec]:
+            taken = take_step(self.step, jnp.int32(row), self.extras, init, arrays, spec, x, self.x_rows)
+            return taken, arrays, spec
+
+        arrays = [of_weak_type(x, aval) for x, aval in zip(self.carry, self.spec.avals, strict=True)]
+        with clear_errors(f"{self.step.where} changes"):
+            taken, arrays, spec = promoting(self.step.where, self.spec.unpack(arrays), one)
+        if self.step.finite is not None:
+            _, carry, ys, findings = taken
+            watched, codes = broken_by(self.step.finite, self.begun, arrays, spec, carry, ys, findings.y_spec)
+            found = list(map(value_now, codes))
+            if None in found:
+                return False
+            self.watched, broken = watched, [k for k, code in enumerate(found) if code != NONE]
+            if broken:
+                self.is_over, self.stop = True, jnp.stack([row, broken[0], codes[broken[0]].astype(jnp.int32)])
+                return False
+        self.add(taken, spec)
+        return True
+
     def take(self, goes_on: FirstCondition | None, reporter: Reporter | None) -> None:
         """Take steps until a value decides that is not known; `goes_on(extras, init)` decides on the first step."""
         step, extent, extras = self.step, self.extent, self.extras
@@ -94,14 +124,8 @@ class PythonSteps:
                     shown_by, due = reporter.begin(UNKNOWN if goes_on else len(rows), 1, 0, 0)
                 if len(self.ys) == due:
                     due += reporter.report(shown_by, len(self.ys), UNKNOWN)
-            x = [keep_bits(partial(lax.index_in_dim, index=row, keepdims=False), x) for x in self.xs]
-
-            def one(init: Any, arrays: list[Any], spec: Spec) -> tuple[Taken, Spec]:
-                return take_step(step, jnp.int32(row), extras, init, arrays, spec, x, self.x_rows), spec  # noqa: B023
-
-            arrays = [of_weak_type(x, aval) for x, aval in zip(self.carry, self.spec.avals, strict=True)]
-            with clear_errors(f"{step.where} changes"):
-                self.add(*promoting(step.where, self.spec.unpack(arrays), one))
+            if not self._take_one(row):
+                break
         else:
             self.is_over = True
         if reporter is not None and shown_by is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, to_lanes
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.frontend.references import refuse_references_in
@@ -43,6 +44,7 @@ _THROW = Why(
     "whether the program holds a check that raises",
     "give throw=False and info=True, and use `limit_reached`, which is traced",
 )
+_FINITE = Why("what the program looks at after each step", "give finite=True in all calls")
 _INFO = Why("the structure of what is returned", "give info=True in all calls, and leave out what is not wanted")
 
 
@@ -53,6 +55,7 @@ class CommonOptions(TypedDict, total=False):
     key: Array | None
     throw: bool
     progress: ProgressLike
+    finite: Finite | None
 
 
 class LoopOptions(CommonOptions, total=False):
@@ -77,6 +80,7 @@ class Options:
     throw: bool = True  # whether what goes wrong when the loop runs is an error
     info: bool = False
     derivative: Derivative | None = None
+    finite: Finite | None = None
 
     @property
     def key_spec(self) -> Any:
@@ -116,6 +120,7 @@ def options(
     throw: Any = True,
     info: Any = False,
     derivative: DerivativeLike = None,
+    finite: Any = None,
 ) -> Options:
     """Validate the options that all loops share."""
     data, impl = prng_key(name, key)
@@ -137,7 +142,24 @@ def options(
         why = Why("for how many steps memory is set aside", _GIVE_BOUND + _TRACED_STEPS[name])
         refuse_arrays(f"{name}(max_steps=...)", max_steps, "a Python int", why)
         max_steps = int_within(f"{name}(max_steps=...)", max_steps, 0, MOST_STEPS)
-    return Options(name, kind, lanes, shown, max_steps, data, impl, throw, info, derivative)
+    finite = to_finite(name, finite)
+    if finite is not None and isinstance(lanes, Free):
+        raise NotImplementedError(
+            f"{name}(lanes='free', finite={finite!r}): free lanes make one loop of two, whose steps are not looked at. "
+            "Leave one of them out: in lockstep and compact lanes, each lane is looked at on its own."
+        )
+    return Options(name, kind, lanes, shown, max_steps, data, impl, throw, info, derivative, finite)
+
+
+def to_finite(name: str, finite: Any) -> Finite | None:
+    """What breaks a step."""
+    refuse_arrays(f"{name}(finite=...)", finite, "None, True or 'nan'", _FINITE)
+    if finite is None or finite is True or (isinstance(finite, str) and finite == "nan"):
+        return finite
+    raise ValueError(
+        f"{name}(finite=...): got {finite!r}. Give True to end the loop before a step that makes a NaN or an infinity, "
+        "'nan' to allow infinities, or None to look at nothing."
+    )
 
 
 def prng_key(name: str, key: Any) -> tuple[Any, Any]:
@@ -295,7 +317,8 @@ def limit_problem(max_steps: int | None) -> str:
     """`max_steps` stopped a loop."""
     return (
         f"max_steps={max_steps} stopped a loop that would have gone on. "
-        "Give a larger max_steps, or throw=False (with info=True) to accept what there is."
+        "Give a larger max_steps, or none; or throw=False (with info=True), if the call takes it, to accept what there "
+        "is."
     )
 
 

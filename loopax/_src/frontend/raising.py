@@ -7,7 +7,7 @@ user's line, and nothing behind its text.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -55,6 +55,7 @@ def of_user(lines: Iterable[tuple[str, int, str]]) -> Iterator[Line]:
 # What Equinox has read when it was imported.
 _ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
 AMOUNT = "{amount}"  # in a message: where a number goes that is known only when the check fails
+Message = str | Callable[[Sequence[Any]], str]  # or what makes one of such numbers; of none where they are not known
 
 
 def calls(lines: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
@@ -62,22 +63,22 @@ def calls(lines: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
     return tuple(of_user(takewhile(lambda line: line[0] != _jit.__file__, lines)))
 
 
-def with_amount(message: str, amount: Any, lane: Any = ()) -> str:
-    """The message with this number in the place of `AMOUNT`, or with none, and the place of a lane in its batch."""
+def with_amounts(message: Message, amounts: Sequence[Any] = (), lane: Any = ()) -> str:
+    """The message with these numbers, which stand in the place of `AMOUNT`, and the place of a lane in its batch."""
     shown = ""
-    if amount is not None:
-        amount = np.asarray(amount)
+    for amount in map(np.asarray, amounts if isinstance(message, str) else ()):
         shown = f" ({int(amount)})" if np.issubdtype(amount.dtype, np.integer) else f" ({float(amount):.3g})"
+    text = message.replace(AMOUNT, shown) if isinstance(message, str) else message(list(map(np.asarray, amounts)))
     place = ", ".join(map(str, np.asarray(lane, int).tolist()))
     place = f"({place})" if "," in place else place
-    return message.replace(AMOUNT, shown) + (f" First at index {place} of the batch." if place else "")
+    return text + (f" First at index {place} of the batch." if place else "")
 
 
 @dataclass(frozen=True)
 class Failure:
     """What a check says, and from which lines."""
 
-    message: str
+    message: Message
     stack: tuple[Line, ...]
 
     def __repr__(self) -> str:
@@ -85,26 +86,28 @@ class Failure:
         return "check"
 
 
-def raise_if(failed: Any, message: str, stack: tuple[Line, ...], amount: Any = None) -> Any:
+def raise_if(failed: Any, message: Message, stack: tuple[Line, ...], amounts: Sequence[Any] = ()) -> Any:
     """False (bool[]), or an error from these lines: at once, if it is known now that there is one."""
     # `EQX_ON_ERROR` asks for something else than an error, or there cannot be one, as on a TPU.
     if _ON_ERROR != "raise" or jax.default_backend() == "tpu":
         failed = eqxi.unvmap_any(failed)
         with without_folding():
-            return eqx.error_if(jnp.zeros((), bool), failed, with_amount(message, None))
-    amounts = []
-    if amount is not None:
-        amount = jnp.asarray(lax.stop_gradient(amount))
-        # JAX cuts a number of 64 bits that a callback is given where `jax_enable_x64` is off.
-        is_cut = amount.dtype.itemsize == 8 and jax.dtypes.canonicalize_dtype("int64") == "int32"
-        amounts = [convert(amount, jnp.dtype("float32")) if is_cut else amount]
+            return eqx.error_if(jnp.zeros((), bool), failed, with_amounts(message))
+    amounts = list(map(_for_callback, amounts))
     return raise_by_callback_p.bind(jnp.asarray(failed), *amounts, what=Failure(message, stack))
+
+
+def _for_callback(amount: Any) -> Any:
+    """A number that a callback is given: JAX cuts one of 64 bits where `jax_enable_x64` is off."""
+    amount = jnp.asarray(lax.stop_gradient(amount))
+    is_cut = amount.dtype.itemsize == 8 and jax.dtypes.canonicalize_dtype("int64") == "int32"
+    return convert(amount, jnp.dtype("float32")) if is_cut else amount
 
 
 def _raise_now(failed: Any, *amounts: Any, what: Failure) -> Any:
     failed, lane, *found = jax.jit(_first_failure)(failed, *amounts)
     if failed:
-        raise eqx.EquinoxRuntimeError(with_amount(what.message, next(iter(found), None), lane))
+        raise eqx.EquinoxRuntimeError(with_amounts(what.message, found, lane))
     return failed
 
 
@@ -137,7 +140,7 @@ def _lowered(lower: Callable[..., Any], ctx: Any, *operands: Any, what: Failure)
     if is_for_export(ctx):
         raise NotImplementedError(
             "jax.export: the program can raise an error when it runs, which calls Python, and JAX exports no "
-            f"callbacks. The error is:\n  {with_amount(what.message, None)}\nThree ways out:\n"
+            f"callbacks. The error is:\n  {with_amounts(what.message)}\nThree ways out:\n"
             "  avoid the check: give an int32 `upper` and a static `lower` from 0 on, or a History a static index;\n"
             "  give throw=False to the loop, with info=True to return `limit_reached`, and unsolved='nan' to "
             "Implicit;\n"
@@ -179,8 +182,8 @@ def _program(what: Failure) -> Callable[..., Any]:
 
     code = place.__code__.replace(co_filename=line.file, co_name=line.function, co_firstlineno=line.number)
 
-    def fail(lane: Any = (), amount: Any = None) -> NoReturn:
-        text = with_amount(what.message, amount, lane)
+    def fail(lane: Any = (), *amounts: Any) -> NoReturn:
+        text = with_amounts(what.message, amounts, lane)
         shown = format_list([FrameSummary(*line) for line in reversed(what.stack)])
         _jit.last_error_info = text, shown[::-1]  # from where `equinox.filter_jit` takes its text
         frame = FunctionType(code, {})().gi_frame

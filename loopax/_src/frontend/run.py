@@ -18,13 +18,15 @@ from jaxtyping import PyTree
 from loopax._src import core
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.lanes import Free, Lockstep
+from loopax._src.core.ir.loop import NO_STOP
 from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.extent import Extent
+from loopax._src.frontend.finite import Backward, Broken, Watched
 from loopax._src.frontend.in_python import PythonSteps
 from loopax._src.frontend.key_reuse import KeyUse, note_key_use, with_kept_keys
-from loopax._src.frontend.run_time_checks import Check, KindCheck, settle
+from loopax._src.frontend.run_time_checks import Check, KindCheck, note_watched, settle
 from loopax._src.frontend.steps import always, first_condition, scan_step
 from loopax._src.frontend.trace import Findings, FirstCondition, Step, StepBack, trace_promoting
 from loopax._src.frontend.written_rows import Outputs, hand_over_rows, returning_written
@@ -54,6 +56,8 @@ class LoopResults:
     ys: Any
     checks: list[Check]
     hand_over: Callable[[Any], Any]  # from the carry to what the user gets; NNX objects in xs are changed too
+    broken: Broken | None = None
+    arrays: Sequence[Any] = ()  # of the carry
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class _ArrayResults:
     found: Findings
     checks: Sequence[Check] = ()
     key_use: KeyUse | None = None
+    watched: Watched | None = None
+    stop: Any = None  # of a loop that is watched
 
 
 # Compiled, so that the numbers are no arguments that are moved to the device.
@@ -89,39 +95,49 @@ class UserLoop:
     references: Mapping[int, Any] = field(default_factory=dict)  # whose values are among xs: `written_rows.py`
     branch: str = ""  # the function of a `cond` or a `switch` that the loop calls
     used_keys: list[Any] = field(default_factory=list)  # PRNG keys that other branches have consumed
+    begun: Sequence[Any] | None = None  # the arrays of the first carry, if that is not `init`
 
     def __post_init__(self) -> None:
         """Freeze, and check: NNX objects become pytrees here, once, and objects again in what is handed over."""
         options = self.options
+        self.step = replace(self.step, finite=options.finite)
         self.frozen, self.frozen_xs = freeze(self.init), freeze(self.xs)
         if self.references or roots(self.xs):
             self.step = returning_written(self.step, self.references, self.extent.capacity is not None)
         self.x_arrays, self.x_spec = pack(self.frozen_xs)
         refs.refuse_references_in(_INITIAL.get(options.name, f"{options.name}(init_val=...)"), self.frozen)
         self.derivative = options.derivative and core.kept(options.derivative)
-        # What the program keeps of the kind.
-        self.kind = core.kept(options.kind) if self.derivative else core.checked_kind(options.kind, self.extent.bound)
-        self.is_fixed = self.extent.fixed and self.goes_on is None  # as in `core.LoopFacts`
+        kind, is_fixed = options.kind, self.extent.fixed and self.goes_on is None
+        if is_fixed and options.finite is not None:  # it may break, and then takes fewer steps
+            kind, is_fixed = kind._where_steps_may_break(), False
+        # What the program keeps of the kind; and as in `core.LoopFacts`.
+        self.kind = core.kept(kind) if self.derivative else core.checked_kind(kind, self.extent.bound)
+        self.is_fixed = is_fixed
         self.reporter = options.reporter(self.step.called.functions[0])
 
     def run(self) -> LoopResults:
         """Run it. Who calls a branch attaches the checks."""
         if jaxi.runs_in_python() and self.derivative is None:
             return self._in_python()
-        return self._as_pytrees(self._traced(self.frozen, self.extent, self.goes_on))
+        return self._as_pytrees(self._traced(self.frozen, self.extent, self.goes_on, self.begun))
 
     def finished(self) -> tuple[Any, Any, LoopInfo]:
         """Run it: the carry, the rows and the numbers of the loop, with its run-time checks attached."""
         done, options, extent = self.run(), self.options, self.extent
         over, goes_on = extent.over_limit, done.goes_on
-        if over is True and goes_on is None and options.throw:
+        broken = done.broken
+        if over is True and goes_on is None and options.throw and broken is None:
             raise ValueError(arguments.limit_message(options.name, options.max_steps))
         reached = over if goes_on is None or over is False else _and_true(goes_on) if over is True else over & goes_on
+        if broken is not None and reached is not False:
+            reached &= ~broken.is_broken
         checks, call = list(done.checks), f"loopax.{options.name}"
         if options.throw:
             checks += extent.checks
             if reached is not False:
                 checks.append(Check.of(call, reached, arguments.limit_problem(options.max_steps)))
+            if broken is not None:
+                checks.append(broken.check(call, done.arrays))
             if options.key_data is not None and extent.bound is None:
                 checks.append(Check.of(call, _has_no_keys(done.num_steps), arguments.OUT_OF_KEYS))
         else:
@@ -129,12 +145,14 @@ class UserLoop:
                 reached = reached | check.failed
         if isinstance(reached, bool):
             reached = ~jaxi.zeros(_BOOL) if reached else jaxi.zeros(_BOOL)
-        info = LoopInfo(done.num_steps, reached)
+        info = LoopInfo(done.num_steps, reached, *((broken and (broken.is_broken, broken.step, broken.leaf)) or ()))
         carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
         return done.hand_over(carry), thaw(ys), loop_info
 
-    def _traced(self, init: Any, extent: Extent, goes_on: FirstCondition | None) -> _ArrayResults:
-        """Trace the step, and run the loop from a carry (frozen) on."""
+    def _traced(
+        self, init: Any, extent: Extent, goes_on: FirstCondition | None, begun: Sequence[Any] | None = None
+    ) -> _ArrayResults:
+        """Trace the step, and run the loop from a carry (frozen) on. `begun`: the arrays of the start, if others."""
         step, options, extras = self.step, self.options, self.extras
         traced, arrays, spec = trace_promoting(step, extras, init, self.x_spec.rows(), goes_on)
         note_key_use(traced.key_use, init, self.frozen_xs, self.used_keys)
@@ -154,14 +172,23 @@ class UserLoop:
             is_first, arrays = first_condition(step.where, goes_on, extras, spec, arrays)
             first_consts = [is_first]
         values = [reference[...] for reference in traced.references]
-        num_go, num_flags = int(goes_on is not None), len(traced.messages)
+        watched, (more_consts, num_stop) = traced.watched, traced.num_watch
+        is_predicated = goes_on is not None or watched is not None
+        num_go, num_flags = int(is_predicated), sum(traced.flags.sizes)
+        watch = None
+        if options.throw and (options.finite is not None or traced.watches_back):
+            watch = Backward(f"loopax.{options.name}", True)
+            note_watched()
+        num_carry = num_go + len(arrays) + num_flags + len(values) + num_stop
         loop = core.Loop(
             traced.body,
-            num_consts=len(traced.closed_over) + len(extras),
-            num_carry=num_go + len(arrays) + num_flags + len(values),
+            num_consts=len(traced.closed_over) + len(extras) + more_consts,
+            num_carry=num_carry,
             bound=extent.bound,
             reverse=extent.reverse,
-            predicated=goes_on is not None,
+            predicated=is_predicated,
+            stop=num_carry - 1 if num_stop else None,
+            watch=watch,
             unroll=extent.unroll,
             kind=self.kind,
             derivative=self.derivative,
@@ -177,10 +204,11 @@ class UserLoop:
         # Before: two limits. After: one that is known now is a part of the program, another one is an operand of it.
         low, high = (limit if isinstance(limit, int) else None for limit in (extent.low, extent.high))
         limits = extent.low if low is None else None, extent.high if high is None else None
-        given = *limits, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays
+        starts = [(begun or arrays)[i] for i in watched.starts] if watched else []
+        given = *limits, first_consts, [*traced.closed_over, *extras], arrays, values, self.x_arrays, starts
         is_free = isinstance(options.lanes, Free)
         program = _LoopProgram(
-            loop, is_free, low, high, first, len(extras), len(arrays), num_flags, extent.capacity or 0
+            loop, is_free, low, high, first, len(extras), len(arrays), num_flags, extent.capacity or 0, watched
         )
 
         def user_carry(leaves: Sequence[Any]) -> Any:
@@ -200,12 +228,15 @@ class UserLoop:
             return program.with_all_rows(out)
 
         out = self.reporter.watch(run_now) if self.reporter else run_now()
-        go, carry, flags, values = split_list(out.carry, [num_go, len(arrays), num_flags])
+        sizes = [num_go, len(arrays), num_flags, len(values)]
+        go, carry, flags, values, stop = split_list(out.carry, sizes)
         for reference, value in zip(traced.references, values, strict=True):
             refs.overwrite(reference, value)
-        checks = [Check(flag, message) for flag, message in zip(flags, traced.messages, strict=True)]
-        carry, go = restore_weak(carry, traced.carry_avals), go[0] if go else None
-        return _ArrayResults(out.num_steps, go, carry, spec, out.ys, traced.found, checks, traced.key_use)
+        carry, go = restore_weak(carry, traced.carry_avals), go[0] if goes_on is not None else None
+        found, checks = traced.found, traced.flags.checks(flags)
+        return _ArrayResults(
+            out.num_steps, go, carry, spec, out.ys, found, checks, traced.key_use, watched, stop[0] if stop else None
+        )
 
     def _as_pytrees(self, ended: _ArrayResults) -> LoopResults:
         """The results as pytrees."""
@@ -229,21 +260,29 @@ class UserLoop:
             ys,
             list(ended.checks),
             hand_over_all,
+            ended.watched and Broken(ended.watched, ended.stop, ended.num_steps),
+            ended.carry,
         )
 
     def _in_python(self) -> LoopResults:
         """Take steps in Python; a traced loop takes those that Python cannot, or gives types where there are none."""
         extent, x_rows = self.extent, [jaxi.keep_bits(lambda x: x[: self.extent.bound], x) for x in self.x_arrays]
         steps = PythonSteps(self.step, extent, self.extras, x_rows, self.x_spec.rows(), *pack(self.frozen))
+        steps.begun = steps.carry
         take = partial(steps.take, self.goes_on, self.reporter)
         self.reporter.watch(take) if self.reporter else take()
         if steps.found is not None and steps.is_over:
             number, ys = jnp.int32(len(steps.ys)), steps.written()
-            return self._as_pytrees(_ArrayResults(number, steps.goes_on, steps.carry, steps.spec, ys, steps.found))
+            found = steps.found
+            return self._as_pytrees(
+                _ArrayResults(
+                    number, steps.goes_on, steps.carry, steps.spec, ys, found, watched=steps.watched, stop=steps.stop
+                )
+            )
         condition = None if self.goes_on is None else lambda *_: steps.goes_on
         last = steps.spec.unpack(steps.carry)
         try:
-            rest = self._traced(last, steps.rest, condition)
+            rest = self._traced(last, steps.rest, condition, steps.begun)
         except _NOT_TRACEABLE as error:
             if not steps.is_over:
                 raise
@@ -276,6 +315,7 @@ class _LoopProgram:
     num_arrays: int  # of the user's carry
     num_flags: int
     capacity: int  # rows of ys
+    watched: Watched | None = None
 
     def operands(
         self,
@@ -286,19 +326,24 @@ class _LoopProgram:
         carry: Sequence[Any],
         references: Sequence[Any],  # the values of mutable arrays that the body closes over
         xs: Sequence[Any],
+        starts: Sequence[Any],  # the arrays at the start in which some elements may be not finite
     ) -> core.LoopOperands:
         """The operands of the loop."""
-        loop = self.loop
+        loop, stop = self.loop, []
         low = low if self.low is None else jnp.int32(self.low)
         high = high if self.high is None else jnp.int32(self.high)
         if self.first is not None:
             go = jaxpr_as_fun(self.first)(*go, *consts[len(consts) - self.num_extras :], *carry)
+        if self.watched is not None:
+            go = go or [low < high]
+            consts = [*consts, *map(self.watched.allowed, starts), low if loop.reverse else high - 1]
+            stop = [jaxi.vary_like(jnp.array(NO_STOP, jnp.int32), loop.body.out_avals[loop.num_carry - 1])]
         if loop.predicated:
             go = [jaxi.vary_like(go[0], loop.body.out_avals[0])]
         first_flag = len(go) + self.num_arrays
         flags = [jaxi.zeros(aval) for aval in loop.body.out_avals[first_flag : first_flag + self.num_flags]]
         xs = [jaxi.keep_bits(lambda x: x[: loop.bound], x) for x in xs]
-        return core.LoopOperands(low, high, consts, [*go, *carry, *flags, *references], xs)
+        return core.LoopOperands(low, high, consts, [*go, *carry, *flags, *references, *stop], xs)
 
     def with_all_rows(self, out: core.Outcome) -> core.Outcome:
         """Results with zero rows for those beyond a static bound below the capacity."""

@@ -11,17 +11,20 @@ from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+from jax import core as core_types
 from jax.core import Tracer
 
 from loopax._src import core
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained
+from loopax._src.core.finite import Finite
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.frontend import references as refs
+from loopax._src.frontend.finite import Watched, Watching
 from loopax._src.frontend.key_reuse import KeyUse, key_use
 from loopax._src.frontend.rows import refuse_strays
-from loopax._src.frontend.run_time_checks import collecting
+from loopax._src.frontend.run_time_checks import Flags, collecting
 from loopax._src.jax_internals import ClosedJaxpr
 from loopax._src.nnx import functional as nnx
 from loopax._src.pytrees.leaves import Dynamic, Spec, in_modules, is_number, pack, with_arrays
@@ -29,6 +32,8 @@ from loopax._src.pytrees.match_carry import CarryMismatchError, match_carry
 from loopax._src.pytrees.static import Called
 
 T = TypeVar("T")
+
+_BOOL = core_types.ShapedArray((), jnp.bool_)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Step:
     back: StepBack | None = None  # what the kind brings to walk back
     once: bool = False  # it is a branch, which is taken at most once
     own: tuple[Any, ...] = ()  # functions that are made for one call
+    finite: Finite | None = None  # what breaks a step (`frontend/finite.py`)
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -92,8 +98,8 @@ FirstCondition = Callable[[Sequence[Any], Any], Any]
 class Traced:
     """A traced step."""
 
-    # (row, *closed over, *extras, [goes on], *carry, *flags, *refs, *x)
-    # -> ([goes on], *carry, *flags, *refs, *y, *row of the tape)
+    # (row, *closed over, *extras, *allowed, [length], [goes on], *carry, *flags, *refs, [stop], *x)
+    # -> ([goes on], *carry, *flags, *refs, [stop], *y, *row of the tape)
     body: ClosedJaxpr
     # With the inputs of the body and a row of the tape, and its carry: `core/ir/kind.py`
     inverse: ClosedJaxpr | None
@@ -101,12 +107,19 @@ class Traced:
     references: list[Any]  # mutable arrays that they close over, whose values are leaves of the carry
     carry_avals: list[Any]  # with weak types
     found: Findings
-    messages: list[str]  # one for each flag: what went wrong where it is True
+    flags: Flags  # what the checks of inner loops say
+    watches_back: bool  # whether a loop in the body looks at its cotangents
+    watched: Watched | None  # what each step is looked at for; then the loop has a condition, and a `stop`
     names: core.Names
     key_use: KeyUse | None
     # The first condition, (*closed over, *extras, *carry) -> bool[], and what it closes over. None: there is none, or
     # `run` calls it itself.
     first: tuple[ClosedJaxpr, list[Any]] | None
+
+    @property
+    def num_watch(self) -> tuple[int, int]:
+        """How many more constants and leaves of the carry there are for what is watched."""
+        return (0, 0) if self.watched is None else (len(self.watched.starts) + 1, 1)
 
 
 def trace_step(step: Step, extras: Sequence[Any], init: Any, goes_on: FirstCondition | None) -> Traced:
@@ -120,7 +133,7 @@ def trace_promoting(
     step: Step, extras: Sequence[Any], init: Any, x_rows: Spec, goes_on: FirstCondition | None
 ) -> tuple[Traced, list[Any], Spec]:
     """Trace a step, and return with it the arrays of the first carry, of the types that they have in the loop."""
-    own_key = step.options, tuple(map(jax.typeof, extras)), goes_on is not None, jaxi.runs_eagerly()
+    own_key = step.options, step.finite, tuple(map(jax.typeof, extras)), goes_on is not None, jaxi.runs_eagerly()
 
     def trace_from(init: Any, arrays: list[Any], spec: Spec) -> tuple[Traced, list[Any], Spec]:
         now = partial(_trace_now, step, extras, init, spec, x_rows, goes_on)
@@ -231,20 +244,19 @@ def _trace_now(
 ) -> tuple[Traced, list[Any]]:
     """A traced step, and what it closes over."""
     found: dict[str, Any] = {}
-    placed, num_go = partial(jaxi.made_at, jaxi.source_here()), int(goes_on is not None)
+    placed, num_conds = partial(jaxi.made_at, jaxi.source_here()), int(goes_on is not None)
     row_spec = pack(())[1]  # of a row of the tape
 
     def flat(row: Any, *operands: Any) -> list[Any]:
         nonlocal row_spec
         given, arrays, x_arrays = split_list(operands, [len(extras), len(spec.avals)])
-        with collecting() as (checks, _):
+        with collecting() as inner:
             taken = take_step(step, row, given, init, arrays, spec, x_arrays, x_rows, placed)
-        flags: dict[str, Any] = {}  # where any of the checks with this text fails
-        for check in checks:
-            flags[check.text] = jnp.any(check.failed) | flags.get(check.text, False)
-        carry_avals = list(map(jax.typeof, taken.carry))
-        found.update(found=taken.found, carry_avals=carry_avals, messages=list(flags))
-        results = [*[taken.goes_on] * num_go, *taken.carry, *flags.values(), *taken.ys]
+        found["flags"], flags = Flags.of(inner.checks, None if step.once else row)
+        found.update(
+            watches_back=bool(inner.watched), found=taken.found, carry_avals=list(map(jax.typeof, taken.carry))
+        )
+        results = [*[taken.goes_on] * num_conds, *taken.carry, *flags, *taken.ys]
         if step.back is not None and step.back.record is not None:
             x = nnx.thaw(x_rows.unpack(x_arrays))
             carries = [nnx.thaw(spec.unpack(carry)) for carry in (arrays, taken.carry)]
@@ -263,7 +275,7 @@ def _trace_now(
     called.name_in_errors(flat, names)
     with nnx.clear_errors(f"{step.where} changes"):
         raw = jax.make_jaxpr(flat)(INDEX, *map(jax.typeof, extras), *spec.avals, *x_rows.avals)
-    uses = key_use(step.where, raw, len(extras), spec, x_rows, num_go, step.once)
+    uses = key_use(step.where, raw, len(extras), spec, x_rows, num_conds, step.once)
     open_body, closed_over = _opened(step.where, raw)
     num_own, open_back, places = len(closed_over), None, []
     if step.back is not None:
@@ -273,25 +285,39 @@ def _trace_now(
         places = [next(i for i, known in enumerate(closed_over) if x is known) for x in more]
 
     # Before: (*closed over, row, *extras, *carry, *x) -> ([goes on], *carry, *flags, *y, *row of the tape, *references)
-    # After: (row, *constants, *extras, [goes on], *carry, *flags, *references, *x)
-    #        -> ([goes on], *carry, *flags, *references, *y, *row of the tape)
-    num_flags, num_carry, function = len(found["messages"]), len(spec.avals), chained(open_body)
+    # After: as of `Traced`
+    flags, num_carry, num_results = found["flags"], len(spec.avals), len(open_body.out_avals)
+    num_flags, watch = sum(flags.sizes), None
+    if step.finite is not None:
+        first = 1 + num_own + len(extras), num_conds
+        watch = Watching.of(step.finite, open_body, first, spec, found["found"].y_spec, num_flags)
+    function = chained(open_body if watch is None else watch.program)
     is_mutable = list(map(jaxi.is_reference, closed_over))
     avals = [*open_body.in_avals[:num_own], *map(jax.typeof, closed_over[num_own:])]
     constants, references = reject(is_mutable, avals), select(is_mutable, avals)
-    sizes = [len(constants), len(extras), num_go, num_carry, num_flags, len(references)]
+    may_be_broken = [f"finite= of {name}" for name in (watch.watched.names_of_starts if watch else ())]
+    allowed = [_like(spec.avals[i], jnp.bool_) for i in (watch.watched.starts if watch else ())]
+    length, stop = ([INDEX], [jax.ShapeDtypeStruct((3,), jnp.int32)]) if watch else ([], [])
+    num_go = max(num_conds, len(stop))
+    own_sizes = [len(constants), len(extras), len(allowed), len(length)]
+    sizes = [*own_sizes, num_go, num_carry, num_flags, len(references), len(stop)]
 
     def in_core(row: Any, *operands: Any) -> list[Any]:
-        closed, given, _, arrays, flags, values, x = split_list(operands, sizes)
+        closed, given, may, end, _, arrays, old_flags, values, stop, x = split_list(operands, sizes)
         out, _ = function(*merge_lists(is_mutable, closed, values)[:num_own], row, *given, *arrays, *x)
-        new, new_flags, results = split_list(out, [num_go + num_carry, num_flags])
+        go, new, new_flags, results, seen = split_list(
+            out, [num_conds, num_carry, num_flags, num_results - num_conds - num_carry - num_flags]
+        )
         ys, values = split_list(results, [len(results) - len(references)])
-        flags = [a | b for a, b in zip(flags, new_flags, strict=True)]
-        return [strongly_typed(x) for x in (*new, *flags, *values, *ys)]
+        if watch:
+            is_whole, stop[0] = watch.stop(row, may, new, seen, stop[0])
+            go = [is_whole & (go[0] if go else row != end[0])]
+        return [strongly_typed(x) for x in (*go, *new, *flags.after(old_flags, new_flags), *values, *stop, *ys)]
 
-    go, flags = open_body.out_avals[:num_go], open_body.out_avals[num_go + num_carry :][:num_flags]
-    given = [INDEX, *constants, *map(jax.typeof, extras)]
-    body = trace(in_core, [*given, *go, *spec.avals, *flags, *references, *x_rows.avals])
+    flag_avals = open_body.out_avals[num_conds + num_carry :][:num_flags]
+    given = [INDEX, *constants, *map(jax.typeof, extras), *allowed, *length]
+    go = open_body.out_avals[:num_conds] or [_BOOL] * num_go
+    body = trace(in_core, [*given, *go, *spec.avals, *flag_avals, *references, *stop, *x_rows.avals])
     inverse = None
     if open_back is not None:
         if references:
@@ -299,19 +325,20 @@ def _trace_now(
                 f"{step.where} reads or writes a mutable array (a `jax.Ref`), which the inverse of its kind cannot "
                 "walk back. Pass its value through the carry."
             )
-        sizes = [len(closed_over), len(extras), num_go, num_carry, num_flags]
+        sizes = [*own_sizes[:2], sum(own_sizes[2:]), num_go, num_carry, num_flags + len(stop)]
         inverse = _as_inverse(open_back, [*body.in_avals, *map(jaxi.strong, row_spec.avals)], sizes, places)
-    refuse_strays(step.where, init, body, len(given), goes_on is not None)
+    refuse_strays(step.where, init, body, len(given), num_go > 0)
     names = core.Names(
-        (core.UNNAMED,) * (len(given) - 1),
-        (*[core.UNNAMED] * num_go, *spec.names("carry"), *[core.UNNAMED] * (num_flags + len(references))),
+        (*[core.UNNAMED] * sum(own_sizes[:2]), *may_be_broken, *[core.UNNAMED] * len(length)),
+        (*[core.UNNAMED] * num_go, *spec.names("carry"), *[core.UNNAMED] * sum(sizes[6:])),
         tuple(x_rows.names("xs")),
         tuple(found["found"].y_spec.names("ys")),
     )
     first = _trace_first(goes_on, extras, spec) if goes_on is not None and jaxi.runs_eagerly() else None
     values = reject(is_mutable, closed_over), select(is_mutable, closed_over)
     body, inverse = jaxi.recognised(body), inverse and jaxi.recognised(inverse)
-    traced = Traced(body, inverse, *values, **found, names=names, key_use=uses, first=first)
+    watched = watch and watch.watched
+    traced = Traced(body, inverse, *values, **found, watched=watched, names=names, key_use=uses, first=first)
     return traced, [*closed_over, *(first[1] if first else [])]
 
 
@@ -323,9 +350,9 @@ def _trace_first(goes_on: FirstCondition, extras: Sequence[Any], spec: Spec) -> 
         nonlocal is_pure
         given, arrays = split_list(operands, [len(extras)])
         carry, objects = nnx.thaw_numbered(spec.unpack(arrays))
-        with collecting() as (checks, _):
+        with collecting() as inner:
             go = goes_on(given, carry)
-        is_pure = not objects and not checks
+        is_pure = not objects and not inner.checks
         return go
 
     first, closed_over = jaxi.open_constants(jax.make_jaxpr(flat)(*map(jax.typeof, extras), *spec.avals))
@@ -364,7 +391,7 @@ def _opened(where: str, closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
 
 
 def _as_inverse(raw: ClosedJaxpr, avals: Sequence[Any], sizes: Sequence[int], places: Sequence[int]) -> ClosedJaxpr:
-    """Give a traced inverse the core's form: it takes `sizes` of constants, extras, condition, carry and flags.
+    """Give a traced inverse the core's form. `sizes`: constants, extras, what is watched, condition, carry and flags.
 
     `places` are those of the constants that it closes over. A step that was taken had a condition that held. Flags are
     returned as they come: no derivative reads them.
@@ -372,11 +399,18 @@ def _as_inverse(raw: ClosedJaxpr, avals: Sequence[Any], sizes: Sequence[int], pl
     function = chained(jaxi.dce(without_effects(raw), [True] * len(raw.out_avals), True)[0])
 
     def inverse(row: Any, *operands: Any) -> list[Any]:
-        constants, extras, go, after, flags, x = split_list(operands, sizes)
+        constants, extras, _, go, after, flags, x = split_list(operands, sizes)
         before, _ = function(*(constants[i] for i in places), row, *extras, *after, *x)
         return [*(jnp.ones_like(flag) for flag in go), *map(strongly_typed, before), *flags]
 
     return trace(inverse, avals)
+
+
+def _like(aval: Any, dtype: Any) -> Any:
+    """The type of a mask of an array, which is on the device."""
+    if jaxi.is_on_host(aval):
+        return jax.typeof(jnp.zeros(aval.shape, dtype))
+    return aval.update(dtype=jnp.dtype(dtype), weak_type=False)
 
 
 def strongly_typed(x: Any) -> jax.Array:

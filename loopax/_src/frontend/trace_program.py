@@ -41,18 +41,18 @@ def item_program(
         call, own_objects = thaw_numbered(own) if function else (f, [])
         given = made_at(here, item.unpack(arrays[len(of_function) :]))
         live, objects = thaw_numbered(given)
-        with collecting() as (checks, infos):
+        with collecting() as (_, checks, infos, _):
             results, found["spec"] = pack(freeze(call(live)))
         refuse_changes(f"f of {caller}", given, objects, live)
         if function:
             refuse_changes(f"f of {caller}", own, own_objects, call, "itself, and its copies in lanes")
-        found["messages"] = [check.message for check in checks]
+        found["messages"] = [check.text for check in checks]
         if info and not infos:
             raise ValueError(
                 f"{caller}(info=True): f calls no loop itself. A loop in a `jax.jit` inside of f cannot hand out its "
                 "numbers: leave this jit out, as the stream compiles f."
             )
-        return [*(check.failed for check in checks), *(infos[0] if info else ()), *results]
+        return [*(check.failed for check in checks), *(infos[0][:2] if info else ()), *results]
 
     called = Called(caller, (f,), ("x",))
     names = [*(function.names("f") if function else []), *item.names(called.name("x"))]

@@ -72,12 +72,25 @@ is_reduction_or_move = one_of(
     *("split", "stack", "transpose", "unstack", "random_split"),
 )
 
+# Where an operand is not finite, the result is not; where all are, it is, unless it overflows.
+keeps_finite = one_of(
+    *("add", "add_any", "sub", "mul", "neg", "dot_general", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
+    *("expand_dims", "convert_element_type", "copy", "pvary"),
+)
+
 # ---- what is written in place
 
 updates = one_of(
     *("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"),
     *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
 )
+
+_replaces = one_of("dynamic_update_slice", "scatter")
+
+
+def replaces(eqn: Any) -> bool:
+    """Whether one of `updates` writes what it is given, whatever was there."""
+    return _replaces(eqn) and eqn.params.get("update_jaxpr") is None
 
 
 def update_of(eqn: Any) -> Any:

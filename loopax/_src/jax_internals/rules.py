@@ -1,8 +1,8 @@
 """Rules of primitives: one function registers all that a primitive does."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
@@ -204,10 +204,12 @@ def register(
         run = in_python if impl or not effectful_abstract_eval else jax.jit(primitive.bind, static_argnames=params)
 
         def unchecked(*arguments: Any, **params: Any) -> Any:  # a program may hold a step twice, to evaluate it again
-            is_python = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-            if not is_python:
+            config: Any = jax.config
+            # Where JAX looks for NaN, it calls what `jax.jit` was given once more: of a primitive that would be this.
+            is_python = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
+            if not config.jax_disable_jit:
                 params = {name: recognised(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
-            with jax.debug_key_reuse(False) if checks_keys() else nullcontext():
+            with jax.debug_key_reuse(False) if checks_keys() else nullcontext(), _naming_steps(params):
                 return (in_python if is_python else run)(*arguments, **params)
 
         impl = unchecked
@@ -243,6 +245,20 @@ def register(
     for table, rule in tables:
         if rule is not None:
             table[primitive] = varying_as_needed(rule)
+
+
+@contextmanager
+def _naming_steps(params: dict[str, Any]) -> Iterator[None]:
+    """Say what finds the step in which a loop has come to a NaN."""
+    try:
+        yield
+    except FloatingPointError as error:
+        if "body" in params or "step" in params:
+            error.add_note(
+                "Note of loopax: give finite=True to the loop. It ends before the step that makes a NaN or an "
+                "infinity, and the error names the step, the element, and the number before."
+            )
+        raise
 
 
 def _types_of(primitive: Primitive, meaning: Callable[..., Any], *types: Any, **params: Any) -> Any:

@@ -13,7 +13,7 @@ from loopax._src.core import run_function
 from loopax._src.core.buffer_versions import buffers, keep_rows
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.kind import Cost, Decided, Kind, LoopCall, LoopFacts, LoopOperands
-from loopax._src.core.ir.loop import Loop, Outcome, asked_as, needed_by_inverse, num_recorded, unchanged
+from loopax._src.core.ir.loop import NO_STOP, Loop, Outcome, asked_as, needed_by_inverse, num_recorded, unchanged
 from loopax._src.core.ir.plan import LastCarry, WalkBack
 from loopax._src.core.jaxpr.util import Mask, either, merge_lists, of_selected, reject, select, split_list, trace
 from loopax._src.jax_internals import api_boundary, dce, has_tangents, jaxpr_as_fun, to_device
@@ -116,6 +116,8 @@ def _first_step(call: LoopCall) -> Difference:
         before = inverse(row, *consts, *after, *x, *recorded)
         go_on = [jnp.zeros_like(leaf) for leaf in after[: int(loop.predicated)]]
         found = largest_difference(*([leaves[i] for i in compared] for leaves in (carry, before, after)))
+        if loop.stop is not None:  # a step that breaks is not undone
+            found = Difference(*(jnp.where(after[loop.stop][0] == NO_STOP[0], x, 0) for x in found))
         return [*go_on, *after[len(go_on) :], *found]
 
     numbers = Difference(jnp.float32(0), jnp.float32(0))

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core import BoundLoop, Kind, Loop, LoopCall, LoopInputs, LoopOperands, Outcome, checked_kind, run
-from loopax._src.core.ir.loop import num_recorded
+from loopax._src.core.ir.loop import NO_STOP, num_recorded
 from loopax._src.core.jaxpr.util import INDEX, of_selected, padded, select, split_list, trace, weakly_cached
 from loopax._src.core.row_buffers import put
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
@@ -103,6 +103,7 @@ class NumberedSteps:
             share=1.0,
             reporting=None,
             debug_info=self.loop.debug_info if is_shown else None,
+            watch=self.loop.watch and self.loop.watch.of_part(),
             derivative=self.loop.derivative if is_shown else None,
         )
         return self.whole._run_loop(loop, operands._replace(consts=[first, *operands.consts]))
@@ -130,13 +131,25 @@ class NumberedSteps:
 def with_number(loop: Loop, row: Callable[[Any, Any], Any]) -> Loop:
     """The loop with a number as a further, first constant: a step evaluates the body as in `row(number, step)`."""
     inverse = loop.inverse and _with_number(loop.inverse, row)
-    return loop._replace(body=_with_number(loop.body, row), inverse=inverse, num_consts=loop.num_consts + 1)
+    body = _with_number(loop.body, row, loop.stop, loop.carry_range)
+    return loop._replace(body=body, inverse=inverse, num_consts=loop.num_consts + 1)
 
 
 @weakly_cached
-def _with_number(body: ClosedJaxpr, row: Callable[[Any, Any], Any]) -> ClosedJaxpr:
+def _with_number(
+    body: ClosedJaxpr, row: Callable[[Any, Any], Any], stop: int | None = None, carry: range = range(0)
+) -> ClosedJaxpr:
     function = jaxpr_as_fun(body)
-    return trace(lambda step, number, *inputs: function(row(number, step), *inputs), [INDEX, *body.in_avals])
+
+    def with_number(step: Any, number: Any, *inputs: Any) -> list[Any]:
+        out = function(row(number, step), *inputs)
+        if stop is not None:  # it has the row of the loop, which is the step
+            before = inputs[carry[stop] - 1]
+            breaks = (before[0] == NO_STOP[0]) & (out[stop][0] != NO_STOP[0])
+            out[stop] = jnp.where(breaks, out[stop].at[0].set(step), before)
+        return out
+
+    return trace(with_number, [INDEX, *body.in_avals])
 
 
 def _turned(rows: Any, high: Any) -> Any:
@@ -161,11 +174,16 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
 
     def body(window: Any, high: Any, *inputs: Any) -> list[Any]:
         consts, carry, (num_steps,), xs = split_list(inputs, [loop.num_consts, loop.num_carry, 1])
-        first = window * size
+        first, before = window * size, carry
         if is_cut:
             carry = [jaxi.where(window == 0, leaf, lax.stop_gradient(leaf)) for leaf in carry]
         these = LoopOperands(jnp.int32(0), jnp.minimum(high - first, size), consts, carry, xs)
         out = steps.part(first, these, size, of_steps, is_fixed)
+        if loop.stop is not None:
+            out.carry[0] &= out.carry[loop.stop][0] == NO_STOP[0]
+            # A window whose first step breaks takes none, and cuts nothing.
+            for k in set(range(1, loop.num_carry)) - {loop.stop}:
+                out.carry[k] = jaxi.where(out.num_steps == 0, before[k], out.carry[k])
         return [*out.carry, num_steps + out.num_steps, *out.ys]
 
     consts = [operands.high, *operands.consts]
@@ -184,6 +202,8 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
         share=1.0,
         unroll=1,
         inverse=None,
+        stop=None,
+        watch=loop.watch and loop.watch.of_part(),
     )
     high = operands.high // size + (operands.high % size > 0).astype(jnp.int32)
     out = run(outer, jnp.int32(0), high, consts, carry, xs)

@@ -34,6 +34,10 @@ class Lax(Kind):
             "`Bounded()` (every carry) or `Residuals()` (what `jax.lax.scan` stores).",
         )
 
+    def _where_steps_may_break(self) -> Kind:
+        """As of a static length."""
+        return Residuals()
+
 
 # A loose bound: a loop is expected to take this share of its steps. Rows are set to zero for all of them, so they may
 # have no more than this share of the memory.

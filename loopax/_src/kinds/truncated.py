@@ -61,7 +61,7 @@ def _when_it_has_run(call: LoopCall, size: int, kind: Kind) -> Outcome:
         def last(operands: LoopOperands) -> Outcome:
             steps = NumberedSteps.of(call.at(operands))
             # The steps have been taken, and are only evaluated again: without their condition and effects.
-            loop = steps.loop._replace(body=without_effects(steps.loop.body), predicated=False)
+            loop = steps.loop._replace(body=without_effects(steps.loop.body), predicated=False, stop=None)
             steps = replace(steps, loop=loop)
             if mixes_lanes:
                 return _all_again(steps, found.num_steps, size, kind)

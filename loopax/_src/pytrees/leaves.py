@@ -33,11 +33,20 @@ class LoopInfo(NamedTuple):
     limit_reached : bool[]
         Whether a limit stopped a loop that would have gone on. A limit is `max_steps`, the number of rows, or the
         largest count of steps.
+    broken : bool[]
+        Whether the loop ended before a step that made a NaN or an infinity. None without `finite=`, as the other two.
+    broken_step : int32[]
+        Which step that was (the first step is 0); -1 if none.
+    broken_leaf : int32[]
+        Which leaf of the result was the first with such a number, in the order of `jax.tree.leaves`; -1 if none.
 
     """
 
     num_steps: Int[Array, ""]
     limit_reached: Bool[Array, ""]
+    broken: Bool[Array, ""] | None = None
+    broken_step: Int[Array, ""] | None = None
+    broken_leaf: Int[Array, ""] | None = None
 
 
 # Where two pytrees differ in what is not an array: values that stay what they are, and structures.
@@ -223,6 +232,11 @@ class Spec:
     def avals(self) -> list[AbstractValue]:
         """The types of the arrays, weak types kept."""
         return [leaf.aval for leaf in self.leaves if isinstance(leaf, Dynamic)]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which of all leaves are the arrays."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Dynamic)]
 
     def names(self, root: str = "") -> list[str]:
         """The paths of the arrays in the pytree, from its `root` on."""

@@ -14,7 +14,7 @@ import numpy as np
 from loopax._src.core import NO_ITEM, ItemRows, queue_for, run_chunk
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable
-from loopax._src.frontend.raising import with_amount
+from loopax._src.frontend.raising import with_amounts
 from loopax._src.frontend.trace_program import ItemProgram, item_program
 from loopax._src.jax_internals import trace_context
 from loopax._src.nnx.functional import freeze
@@ -245,7 +245,7 @@ class WorkingLanes:
             return finished
 
     def message(self, index: int, error: int) -> str:
-        return f"item {index} of {self._name}: {with_amount(self.program.made.messages[error], None)}"
+        return f"item {index} of {self._name}: {with_amounts(self.program.made.messages[error])}"
 
     def close(self) -> None:
         self.items.stop(wait=False)

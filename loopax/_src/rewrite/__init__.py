@@ -1,4 +1,5 @@
 """`rewrite_loops`: a function with the loops of other libraries replaced.
 
-May import: branches, core/ir, core/jaxpr, core/masking, frontend, insight, jax_internals, kinds, loops, pytrees.
+May import: branches, core/finite, core/ir, core/jaxpr, core/masking, frontend, insight, jax_internals, kinds, loops,
+pytrees.
 """

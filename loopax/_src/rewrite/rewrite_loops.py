@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.branches import cond, switch
+from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike
 from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, map_programs, split_list
 from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
-from loopax._src.frontend.run_time_checks import Check, settle
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.explain import LoopExplanation, explanation_of
 from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs, jaxpr_as_fun
@@ -34,6 +34,7 @@ class Exchange:
     max_steps: int | None  # of those without a static length
     scans: bool  # whether `lax.scan` is exchanged as well
     conds: bool  # and `lax.cond` and `lax.switch`
+    finite: Finite | None  # what breaks a step, of all loops
 
     def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, of exactly its types."""
@@ -61,9 +62,10 @@ class Exchange:
                 return cond(index, *functions[::-1], *operands, lanes=self.lanes)
             return switch(index, functions, *operands, lanes=self.lanes)
         if self._exchanges(eqn) and (loop := jaxi.lax_loop(eqn)):
-            options = {"kind": self.kind if isinstance(self.kind, Kind) else self.kind(eqn), "lanes": self.lanes}
+            kind = self.kind if isinstance(self.kind, Kind) else self.kind(eqn)
+            options = {"kind": kind, "lanes": self.lanes, "finite": self.finite}
             if loop.cond is not None:
-                return self._while(loop, operands, options)
+                return self._while(loop, operands, options | {"max_steps": self.max_steps})
             _, consts, init, xs = loop.groups(operands)
 
             def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -74,6 +76,8 @@ class Exchange:
             return [*carry, *ys]
         if not self._concerns_inside(eqn):
             return bind_again(eqn, operands)
+        if self.finite is not None and jaxi.is_jit(eqn) and (program := jaxi.inlinable(eqn)):
+            return self.evaluate(program, operands)  # loops in it hand on to the one around which step has broken
         as_function = lambda program: lambda *xs: self.evaluate(program, xs)  # noqa: E731
         if (results := jaxi.bind_open_call(eqn, as_function, operands)) is not None:
             return results
@@ -107,9 +111,9 @@ class Exchange:
             def counted(i: Any, rest: Sequence[Any]) -> list[Any]:
                 return others(step(joined(i.astype(dtype), rest)))
 
-            rest = self._run(fori_loop, options)(lower_value, upper_value, counted, others(init))
+            rest = fori_loop(lower_value, upper_value, counted, others(init), **options)
             return joined(jnp.maximum(lower_value, upper_value), rest)
-        run = self._run(while_loop, options)
+        run = partial(while_loop, **options)
         if not loop.cond.out_avals[0].shape:
             return run(goes_on, step, init)
 
@@ -120,21 +124,6 @@ class Exchange:
             return goes_on(new), new
 
         return run(lambda state: jnp.any(state[0]), of_lanes, (goes_on(init), init))[1]
-
-    def _run(self, loop: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-        """The loop with its options; a bound that stops it is an error of `rewrite_loops`."""
-        if self.max_steps is None:
-            return partial(loop, **options)
-
-        def run(*arguments: Any) -> Any:
-            result, info = loop(*arguments, **options, max_steps=self.max_steps, throw=False, info=True)
-            problem = (
-                f"max_steps={self.max_steps} stopped a loop in the function that would have gone on. Give a larger "
-                "max_steps, or none: reverse mode works without one, for kind='checkpointed' and 'auto'."
-            )
-            return settle(result, [Check.of("loopax.rewrite_loops", info.limit_reached, problem)])
-
-        return run
 
 
 def _counter(loop: jaxi.LaxLoop) -> tuple[int, int] | None:
@@ -176,6 +165,7 @@ def rewrite_loops(
     lanes: LanesLike = "lockstep",
     scans: bool = False,
     conds: bool = False,
+    finite: Finite | None = None,
 ) -> Callable[..., Any]:
     """Return a function that computes what `fn` computes, with its `jax.lax` loops replaced by loops of loopax.
 
@@ -204,6 +194,9 @@ def rewrite_loops(
         Whether `jax.lax.cond` and `jax.lax.switch` are replaced by `loopax.cond` and `loopax.switch` with these
         `lanes`. Then a branch that no lane selects is not run, and a lane evaluates nothing of other branches.
         `jax.lax.platform_dependent` is not replaced. The default is False.
+    finite
+        Whether each replaced loop ends before a step that makes a NaN or an infinity, and raises an error that names
+        the step, as in `while_loop`. With `scans=True`, this holds for scans as well.
 
     Returns
     -------
@@ -223,7 +216,7 @@ def rewrite_loops(
         - `max_steps` is negative.
         - In the call of `rewritten`: the kind needs a bound, and there is no `max_steps`.
     equinox.EquinoxRuntimeError
-        A loop takes more steps than `max_steps`.
+        A loop takes more steps than `max_steps`, or a step makes a number that is not finite, with `finite`.
 
     Notes
     -----
@@ -242,7 +235,8 @@ def rewrite_loops(
     arguments.check_callable("fn of rewrite_loops", fn)
     kind = to_kind(cast("KindLike", kind)) if isinstance(kind, type) else kind  # a class is no function that chooses
     is_chosen = callable(kind)
-    options = arguments.options("rewrite_loops", "auto" if is_chosen else kind, lanes, max_steps=max_steps)
+    kind_or_auto = "auto" if is_chosen else kind
+    options = arguments.options("rewrite_loops", kind_or_auto, lanes, max_steps=max_steps, finite=finite)
     if isinstance(options.lanes, Free):
         raise ValueError(
             "rewrite_loops(lanes='free'): free lanes are for a loop whose body holds one inner loop, and this would be "
@@ -252,7 +246,7 @@ def rewrite_loops(
     scans = static_bool("rewrite_loops(scans=...)", scans, _SCANS)
     conds = static_bool("rewrite_loops(conds=...)", conds, _CONDS)
     chosen = partial(_kind_of, kind) if is_chosen else options.kind
-    exchange = Exchange(chosen, options.lanes, options.max_steps, scans, conds)
+    exchange = Exchange(chosen, options.lanes, options.max_steps, scans, conds, options.finite)
 
     @jaxi.api_boundary
     @wraps(fn)

@@ -279,10 +279,10 @@ def _run(f: Callable[..., Any], devices: Devices, arguments: Arguments, counts: 
     def lane(*arrays: Any) -> tuple[list[Any], list[Any]]:
         given = arguments.spec.unpack(arrays)
         live, objects = thaw_numbered(given)
-        with collecting() as (checks, _):
+        with collecting() as (_, checks, _, _):
             results, found["spec"] = pack(freeze(f(*live)))
         refuse_changes(_WHERE, given, objects, live, "its arguments, whose lanes")
-        found["messages"] = [check.message for check in checks]
+        found["messages"] = [check.text for check in checks]
         return [check.failed for check in checks], results
 
     each_device = devices.map(jax.vmap(lane, in_axes=arguments.axes), arguments.axes)

@@ -1,4 +1,5 @@
 """Derivatives of loops and of reverse sweeps: rules for jvp, partial evaluation, transposition and `jax.checkpoint`.
 
-May import: core/buffer_versions, core/ir, core/jaxpr, core/masking, core/own_arrays, jax_internals, settings.
+May import: core/buffer_versions, core/finite, core/ir, core/jaxpr, core/masking, core/own_arrays, jax_internals,
+settings.
 """

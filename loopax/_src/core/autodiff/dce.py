@@ -100,18 +100,16 @@ def loop_dce(used: list[bool], *rest: Any) -> Any:
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
-    if loop.active_count_index is not None:
-        wanted = tuple(keep or place == loop.active_count_index for place, keep in enumerate(wanted))
+    wanted = tuple(keep or place in (loop.active_count_index, loop.stop) for place, keep in enumerate(wanted))
     body, inputs = prune(loop, loop.body, LoopOutputs(wanted, tuple(ys)))
     kept = inputs.carry
     saving = loop.saving if any(saved) or any(checkpoint_rows) else None
     slim = loop._replace(
         body=body,
         inverse=part_of_inverse(loop.inverse, flatten(inputs), kept),
+        **loop._replace(saved=saved_mask if saving else ()).kept(kept),
         num_consts=sum(inputs.consts),
-        num_carry=sum(kept),
         saving=saving,
-        saved=tuple(select(kept, saved_mask)) if saving else (),
         debug_info=loop.debug_info and loop.debug_info.renamed(loop.names.keep(*inputs, ys)),
     )
     used_in = [True, True, *flatten(inputs)]

@@ -135,6 +135,7 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         saving=loop.saving,
         saved=tuple(select(unknown.carry, loop.saved_mask)) if loop.saving else (),
         inverse=inverse,
+        watch=loop.watch,
         **traversal(loop),
     )
     used = LoopInputs(*map(tuple, reject_each(unknown, uses)))
@@ -178,8 +179,7 @@ def known_loop(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> Loop:
         body=known_part(loop.body, [True, *flatten(known)], invert(flatten(outputs))),
         inverse=part_of_inverse(loop.inverse, flatten(known), known.carry),
         num_consts=sum(known.consts),
-        num_carry=sum(known.carry),
-        saved=tuple(reject(unknown.carry, loop.saved)) if loop.saved else (),
+        **loop.kept(known.carry),
     )
 
 
@@ -303,6 +303,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         linear_carry=(True,) * sum(unknown.carry),
         linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(unknown.xs),
         plan=plan,
+        watch=loop.watch,
         **traversal(loop),
     )
     return PartialEval(
@@ -311,7 +312,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
             body=jaxi.dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
             inverse=None,
             num_consts=sizes[0],
-            num_carry=sizes[1],
+            **loop.kept(invert(unknown.carry)),
         ),
         linear,
         unknown,
@@ -340,6 +341,8 @@ def run_known(
     """
     known = reject_each(parts.unknown, inputs)
     out = run(parts.known, low, high, *known)
+    if (stop := parts.known.stop) is not None:  # the same steps again, in each lane
+        known = known._replace(carry=[*known.carry[:stop], out.carry[stop], *known.carry[stop + 1 :]])
     ys, residual_rows = out.ys[: parts.num_known_ys], out.ys[parts.num_known_ys :]
     # Of each leaf of the known carry: its saved rows, if the known loop saves it.
     rows_of_saved = iter(out.saved)

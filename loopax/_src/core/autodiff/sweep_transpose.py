@@ -25,6 +25,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.transpose import (
     consts_in_part,
     cotangents_of_linear,
+    of_a_step,
     starts_of_sums,
     type_of_linear,
 )
@@ -222,7 +223,8 @@ def _transposed_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         (found,) = jaxi.linear_transpose(linear_part, linear)(cts)
         return flatten(found)
 
-    return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
+    with of_a_step():
+        return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
 
 
 @weakly_cached
@@ -251,7 +253,8 @@ def _transposed_carry(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         )
         return flatten(dots._replace(carry=found))
 
-    return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
+    with of_a_step():
+        return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
 
 
 @weakly_cached

@@ -5,15 +5,19 @@ which a reverse sweep recomputes from `saved`. It needs none if the recurrence i
 as rows of xs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import and_
+from threading import local
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained, read_only
+from loopax._src.core.finite import any_broken, can_break, is_large
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.linear_loop import (
     LinearLoop,
@@ -23,11 +27,11 @@ from loopax._src.core.ir.linear_loop import (
     linear_loop_p,
     whole_loop,
 )
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, part_of_inverse, run, traversal
+from loopax._src.core.ir.loop import NO_STOP, Loop, LoopInputs, LoopOutputs, part_of_inverse, run, traversal
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, run_sweep
 from loopax._src.core.jaxpr.dependence import needed_inputs, step_limits
 from loopax._src.core.jaxpr.evaluate import batch_expanded, jvp_expanded
-from loopax._src.core.jaxpr.types import batch_if_mapped
+from loopax._src.core.jaxpr.types import batch_if_mapped, trace_carrying
 from loopax._src.core.jaxpr.util import (
     Groups,
     Mask,
@@ -38,13 +42,16 @@ from loopax._src.core.jaxpr.util import (
     reject_each,
     select,
     select_each,
+    split_list,
     trace,
     unflatten,
     weakly_cached,
     written_out,
 )
 from loopax._src.core.own_arrays import read_in_part
-from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, Literal, ad, jaxpr_as_fun
+
+_NOT_LOOKED_AT = -2  # in the place of a row in which a cotangent broke
 
 # Leaves of a carry that get no cotangent, such as a sum that nobody reads: the transposed loop does without them.
 
@@ -156,7 +163,80 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
         ct_consts = [new if is_sum else jaxi.added(old, new) for is_sum, old, new in sums]
         return [*found.carry, *ct_consts, *known_carry, *found.xs]
 
-    return trace(step, [linear.body.in_avals[0], *flatten(avals)])
+    with of_a_step():
+        return trace(step, [linear.body.in_avals[0], *flatten(avals)])
+
+
+# Which step it was whose derivative made a cotangent that is not finite, where somebody looks (`Loop.watch`).
+
+_inside = local()  # of a step that is transposed: the loop around looks
+
+
+@contextmanager
+def of_a_step() -> Iterator[None]:
+    """What is transposed here is a part of a step: loops in it do not look at their cotangents."""
+    before, _inside.step = getattr(_inside, "step", False), True
+    try:
+        yield
+    finally:
+        _inside.step = before
+
+
+@weakly_cached
+def watched_step(linear: LinearLoop, step: ClosedJaxpr) -> ClosedJaxpr:
+    """A transposed step with one more leaf behind the cotangents: the first row in which one broke, or `NO_STOP[0]`.
+
+    Of a large cotangent to which a step adds something, what is added is looked at, or what this is a product of. Not
+    looked at is one to which a step adds in place. Both are at the end: there, the step is not known.
+    """
+    num_known = linear.linear_consts.count(False)
+    read = read_only(linear.body, range(1, 1 + len(linear.linear_consts)))
+    num_cts = sum(linear.linear_carry) + sum(linear.linear_consts)
+    skipped = [sum(linear.linear_carry) + k for k, by_row in enumerate(select(linear.linear_consts, read)) if by_row]
+    num_state, given, results = linear.linear_carry.count(False), step.invars[1 + num_known :], step.outvars
+    new = [k for k in range(len(results)) if not num_cts <= k < num_cts + num_state and k not in skipped]
+    is_sum = [num_cts - sum(linear.linear_consts) <= k < num_cts for k in range(len(results))]
+    seen = [x for k in new for x in (_added_to(step, given[k], results[k]) if is_sum[k] else [results[k]])]
+    function = jaxpr_as_fun(jaxi.replace_jaxpr(step, step.invars, [*results, *seen]))
+
+    def watched(row: Any, *operands: Any) -> list[Any]:
+        cts, (found,), consts, rest = split_list(operands, [num_cts, 1, num_known])
+        out, seen = split_list(function(row, *consts, *cts, *rest), [len(results)])
+        breaks = any_of_broken(seen)
+        found = jnp.where(breaks & (found == NO_STOP[0]), row, found)
+        return [*out[:num_cts], found, *out[num_cts:]]
+
+    row, *avals = step.in_avals
+    consts, cts, rest = split_list(avals, [num_known, num_cts])
+    closed = trace_carrying(watched, row, [*cts, row], [*consts, *rest])
+    # Before: (row, *cts, found, *consts, *rest) -> After: (row, *consts, *cts, found, *rest)
+    given, cts, consts, rest = split_list(closed.invars, [1, num_cts + 1, num_known])
+    return jaxi.replace_jaxpr(closed, [*given, *consts, *cts, *rest], closed.outvars)
+
+
+def _added_to(step: ClosedJaxpr, old: Any, new: Any) -> list[Any]:
+    """Smaller values of the step that are not finite where a sum is not that was `old` before; or the sum.
+
+    A product of them may overflow: then the step is not known.
+    """
+    made = {out: eqn for eqn in step.eqns for out in eqn.outvars}
+    todo, found, size = [new], [], new.aval.size
+    while todo and is_large(new.aval):
+        atom = todo.pop()
+        eqn = None if isinstance(atom, Literal) else made.get(atom)
+        if atom is old or isinstance(atom, Literal):
+            continue
+        if atom.aval.size >= size and eqn is not None and jaxi.keeps_finite(eqn):
+            todo += eqn.invars
+        else:
+            found.append(atom)
+    return found if found and sum(x.aval.size for x in found) < size else [new]
+
+
+def any_of_broken(arrays: Sequence[Any]) -> Any:
+    """Whether one of these has an element that is not finite: bool[]."""
+    flags = [any_broken(x) for x in arrays if can_break(jax.typeof(x))]
+    return jnp.any(jnp.stack(flags)) if flags else jnp.zeros((), bool)
 
 
 def transpose_linear_loop(
@@ -177,12 +257,19 @@ def transpose_linear_loop(
         return merge_each(keep, map_leaves(ad.Zero, reject_each(keep, avals)), found)
     step = transposed_step(linear, nonzero_ys)
     start = [*map(written_out, cts.carry), *(begun or map(jaxi.zeros, avals.consts))]
+    num_carry, watch = len(cts.carry), None if getattr(_inside, "step", False) else linear.watch
+    if watch:
+        step = watched_step(linear, step)
+        found = step.out_avals[len(start)]
+        # What is not finite at the start is nobody's fault here.
+        nothing = any_of_broken([*start, *select(nonzero_ys, cts.ys)])
+        start.append(jaxi.vary_like(jnp.where(nothing, _NOT_LOOKED_AT, NO_STOP[0]).astype(jnp.int32), found))
     known, low, high = given.known, given.low, given.high
     xs = [*known.xs, *select(nonzero_ys, cts.ys)]
     if known.carry:
         # A reverse sweep recomputes the known carry before each step.
         (rows,) = given.checkpoint_rows
-        sweep = sweep_of(linear, step)
+        sweep = sweep_of(linear, step)._replace(num_carry=len(start))
         carry, ct_xs = run_sweep(sweep, low, high, rows, known.consts, known.carry, given.saved, start, xs)
     else:
         # The steps need no known carry, or read it from rows of xs: a loop over the rows in the other direction.
@@ -190,8 +277,13 @@ def transpose_linear_loop(
         loop = Loop(step, predicated=False, kind=Decided(linear.plan), **sizes, **traversal(linear))
         out = run(loop._replace(reverse=not linear.reverse), low, high, known.consts, start, xs)
         carry, ct_xs = out.carry, out.ys
-    num_carry = len(cts.carry)
-    return LoopInputs(consts=carry[num_carry:], carry=carry[:num_carry], xs=ct_xs)
+    carry, consts, rows = split_list(carry, [num_carry, len(avals.consts)])
+    found = LoopInputs(consts=consts, carry=carry, xs=ct_xs)
+    for row in rows:
+        broke = (row >= 0) | ((row == NO_STOP[0]) & any_of_broken(consts))
+        step_number = jnp.where(row < 0, row, high - 1 - row if linear.reverse else row - low)
+        found = LoopInputs(*linear.watch(tuple(found), broke, step_number))
+    return found
 
 
 def sweep_of(linear: LinearLoop, step: ClosedJaxpr) -> ReverseSweep:

@@ -139,6 +139,7 @@ def _again_in_groups(
         num_consts=sum(uses.consts),
         num_carry=sum(uses.carry),
         predicated=False,
+        stop=None,
         saving=None,
         saved=(),
         reporting=None,

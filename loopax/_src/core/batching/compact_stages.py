@@ -258,7 +258,8 @@ def _walked(
     reached = high - out.num_steps if loop.reverse else low + out.num_steps
     walked, rest = ((reached, high), (low, reached)) if loop.reverse else ((low, reached), (reached, high))
     first = rest[1] - 1 if loop.reverse else rest[0]
-    going = out.carry[0] & goes_on(first, lanes.own, lanes.has_limits, loop.reverse)
+    ahead = goes_on(first, lanes.own, lanes.has_limits, loop.reverse)
+    going = out.carry[0] & ahead & loop.is_before_stop(first, out.carry)
     if not is_part:
         return _LaneResults(num_steps, list(out.carry), list(out.ys)), going, rest
     every_row = jnp.arange(loop.bound or 0, dtype=jnp.int32)

@@ -278,12 +278,14 @@ def takes_any_step(loop: Loop) -> bool:
     return loop.may_discard or (loop.bound == 1 and not loop.predicated and is_elementwise(loop.body))
 
 
-def _summary(loop: Loop, axis: Axis, leave: Sequence[Any], carry: Sequence[Any], ahead: Any) -> list[Any]:
+def _summary(loop: Loop, axis: Axis, leave: Sequence[Any], carry: Sequence[Any], row: Any, ahead: Any) -> list[Any]:
     """Whether more lanes go on than it leaves, where the batch has a predicate, and how many do, where it shows that.
 
-    `carry` is that of all lanes (what stands behind it is not read), and its first leaf their predicates.
+    `carry` is that of all lanes (what stands behind it is not read), and its first leaf their predicates; `row` is the
+    next one, and `ahead` says which lanes have rows from there on.
     """
-    go_on = carry[0] & ahead if loop.predicated else ahead
+    # A lane is waited for until the row of the step that breaks: a batch that runs again takes the same rows.
+    go_on = carry[0] & ahead & loop.is_before_stop(row, carry, or_at=True) if loop.predicated else ahead
     summary = []
     if loop.predicated:
         summary.append(jnp.sum(go_on, dtype=jnp.int32) > leave[0] if leave else jnp.any(go_on))
@@ -331,7 +333,7 @@ def _lanes_loop(
         leave, own, consts, extra, carry, xs = split_list(operands, sizes)
         active = within_limits(row, own, has_limits, axis)
         if loop.predicated:
-            active = active & carry[0]
+            active = active & carry[0] & loop.is_before_stop(row, carry)
         inputs = LoopInputs(consts, carry, xs)
         if may_discard:
             inputs = map_leaves(lambda x, own: x if own else fill_axis(axis, x, None), inputs, mapped)
@@ -339,9 +341,10 @@ def _lanes_loop(
         if not num_extra:
             return out
         # A lane that starts later is not active, and goes on: what is ahead of it decides, not its activity.
-        ahead = goes_on(row - 1 if loop.reverse else row + 1, own, has_limits, loop.reverse)
+        following = row - 1 if loop.reverse else row + 1
+        ahead = goes_on(following, own, has_limits, loop.reverse)
         taken = [extra[-1] + active.astype(jnp.int32)] if loop.predicated else []
-        return [*_summary(loop, axis, leave, out, ahead), *taken, *out]
+        return [*_summary(loop, axis, leave, out, following, ahead), *taken, *out]
 
     row, inputs = loop.body.in_avals[0], flatten(loop.input_avals)
     consts, carry, xs = unflatten(mapped, lane_avals(inputs, flatten(mapped), axis))
@@ -352,6 +355,7 @@ def _lanes_loop(
         body=trace(body, inputs),
         num_consts=loop.num_consts + num_added,
         num_carry=loop.num_carry + num_extra,
+        stop=loop.stop and loop.stop + num_extra,
         saved=loop.saved and ((False,) * num_extra + loop.saved),
         lanes=Lockstep(),
         may_discard=may_discard,
@@ -401,8 +405,9 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
         start = jnp.broadcast_to(high if loop.reverse else low, (axis.size,))
         lanes = lanes._replace(has_limits=has_limits, own=[*lanes.own, start] if loop.reverse else [start, *lanes.own])
     if loop.predicated or loop.reporting is not None:
-        ahead = goes_on(high - 1 if loop.reverse else low, lanes.own, lanes.has_limits, loop.reverse)
-        extra = _summary(loop, axis, leave, lanes.inputs.carry, ahead)
+        first = high - 1 if loop.reverse else low
+        ahead = goes_on(first, lanes.own, lanes.has_limits, loop.reverse)
+        extra = _summary(loop, axis, leave, lanes.inputs.carry, first, ahead)
     if loop.predicated:
         extra.append(fill_axis(axis, jaxi.vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (leave, lanes.own, extra))

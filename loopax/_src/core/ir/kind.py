@@ -263,6 +263,10 @@ class Kind(ABC):
         """The call with the checks of this kind, and the kind of steps that `Truncated` chooses."""
         return call, self
 
+    def _where_steps_may_break(self) -> "Kind":
+        """The kind of a loop of static length that may end before (`core/finite.py`)."""
+        return self
+
     def in_words(self) -> str:
         """Return what a gradient stores, as a text for `explain`. Empty: `explain` shows the plan."""
         return ""

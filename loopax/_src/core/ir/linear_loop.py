@@ -43,6 +43,7 @@ class LinearLoop(NamedTuple):
     lanes: Lanes = Lockstep()  # as in `Loop`
     inverse: ClosedJaxpr | None = None  # of the whole loop, as in `Loop`
     may_discard: bool = False  # as in `Loop`
+    watch: Any = None  # as in `Loop`
 
     @property
     def masks(self) -> LoopInputs:

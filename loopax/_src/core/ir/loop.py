@@ -16,6 +16,11 @@ from which reverse mode recomputes the others. `checkpoint_rows` are the rows of
 `EMPTY_SLOT` where there were fewer; for two-level checkpoints, the row of the first step alone.
 
 A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
+
+A loop may end before a step that *breaks* (`core/finite.py`). One leaf of its carry, its `stop`, says which step that
+is: `NO_STOP` at the start. A step that breaks returns the leaf with its row, and False as its condition. The loop then
+ends before this step, as if it had known the row from the start, and the leaf says so: the results are those of the
+steps before, so no derivative meets the broken one. (It runs twice: `core/lowering/loop.py`.)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,6 +49,7 @@ from loopax._src.core.jaxpr.util import (
     flatten,
     forwarded_from,
     grouped,
+    invert,
     map_leaves,
     merge_lists,
     reject,
@@ -54,6 +60,7 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.jax_internals import ClosedJaxpr, dce, know_sparse, new_primitive, replace_jaxpr, with_varying_axes
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
+NO_STOP = -1, 0, 0  # a `stop`, int32[3]: the row of the step that broke, and two numbers that say where in it
 
 
 class LoopInputs(NamedTuple):
@@ -96,6 +103,21 @@ class Loop(NamedTuple):
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
     inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`core/ir/kind.py`)
     may_discard: bool = False  # the one step of a loop is computed in any case, and dropped if it is not taken
+    stop: int | None = None  # which leaf of the carry is its `stop`, int32[*lanes, 3]; None: no step breaks
+    watch: Any = None  # (results, whether it broke, step) -> results or an error: who looks at cotangents; None: nobody
+
+    def is_before_stop(self, row: Any, carry: Sequence[Any], or_at: bool = False) -> Any:
+        """Whether the row of a step is before that of the one that breaks, or at it: bool[*lanes], or True."""
+        if self.stop is None or self.output_avals.carry[self.stop].ndim > 1:  # each lane of a batch looks at its own
+            return True
+        stop = carry[self.stop][..., 0]
+        is_before = row > stop if self.reverse else row < stop
+        return (stop == NO_STOP[0]) | is_before | (or_at and row == stop)
+
+    def kept(self, carry: Sequence[bool]) -> dict[str, Any]:
+        """What is said of the carry by number, where only these leaves of it are kept."""
+        saved = tuple(select(carry, self.saved)) if self.saved else ()
+        return {"num_carry": sum(carry), "saved": saved, "stop": self.stop and sum(carry[: self.stop])}
 
     @property
     def active_count_index(self) -> int | None:
@@ -272,8 +294,9 @@ def unchanged(loop: Loop) -> Mask:
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
-    if loop.active_count_index is not None:
-        same[loop.active_count_index] = False
+    for i in (loop.active_count_index, loop.stop):
+        if i is not None:
+            same[i] = False
     return tuple(same)
 
 
@@ -295,8 +318,7 @@ def _hoisted(loop: Loop, fixed: Mask) -> Loop:
         inverse=loop.inverse and hoisted_body(loop.inverse),
         debug_info=loop.debug_info and loop.debug_info.renamed(hoisted),
         num_consts=loop.num_consts + sum(fixed),
-        num_carry=loop.num_carry - sum(fixed),
-        saved=tuple(reject(fixed, loop.saved)) if loop.saved else (),
+        **loop.kept(invert(fixed)),
     )
 
 

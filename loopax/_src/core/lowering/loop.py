@@ -1,20 +1,23 @@
 """How a loop is compiled."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import schedule
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
-from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, result_avals
+from loopax._src.core.ir.loop import EMPTY_SLOT, NO_STOP, Loop, result_avals
 from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
-from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, stacked
-from loopax._src.core.lowering.rows import Body, LoopState, RowLoop, Steps, Watch, read, write
+from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, trace
+from loopax._src.core.lane_effects import acts, guarded
+from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, read, write
 from loopax._src.core.masking import common_rows
-from loopax._src.jax_internals import unwritten, zeros
+from loopax._src.jax_internals import unwritten, vary_like, where, zeros
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
 
@@ -29,9 +32,9 @@ class Saver(NamedTuple):
 
 
 def run_saving(
-    saving: Saving, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any
+    saving: Saving, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any, room: list[Any]
 ) -> tuple[LoopState, list[Any]]:
-    """Walk until `end`, or until the predicate is False; returns what was saved, and before which rows."""
+    """Walk until `end`, or until the predicate is False; returns what was saved, in `room`, and before which rows."""
     start, counted = state.position, walk._replace(limited=True)
     if not isinstance(saving, Blocks | Slots):  # the last carry alone
         state = counted.run(steps, state, end)
@@ -69,7 +72,6 @@ def run_saving(
         return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
     slots = saving if isinstance(saving, Slots) else None
-    room = [unwritten(stacked(aval, loop.saved_rows)) for aval in loop.saved_of(loop.output_avals.carry)]
     rows = slots and jnp.full(slots.count, EMPTY_SLOT, jnp.int32)
     plan: Any = jnp.int32(0)
     if slots is not None and slots.length_known:
@@ -94,15 +96,70 @@ def evaluate_loop(low: Any, high: Any, *operands: Any, **params: Any) -> list[An
     Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys, *saved, checkpoint_rows`.
     """
     loop, low, high = Loop(**params), unvarying(low), unvarying(high)
+    walk = partial(_walk if loop.stop is None else _walk_before_stop, loop)
     if loop.reporting is None:
-        return _walk(loop, None, low, high, operands)
+        return walk(None, low, high, operands)
     reports = Reports.begin(loop.reporting, UNKNOWN if loop.predicated else jnp.maximum(high - low, 0))
-    results = _walk(loop, reports, low, high, operands)
+    results = walk(reports, low, high, operands)
     reports.end(results[0])
     return results
 
 
-def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Sequence[Any]) -> list[Any]:
+def _walk_before_stop(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Sequence[Any]) -> list[Any]:
+    """Walk, and walk again up to the step that broke, if one did: so no carry is copied for the case that one does.
+
+    Both walks are one loop around one program, which takes one step at a time: none follows one that broke. The second
+    reports nothing and repeats no effects without results.
+    """
+    consts, carry, xs = map(list, loop.inputs(operands))
+    body, stop = loop.body, loop.stop
+    assert stop is not None
+    loop = loop._replace(unroll=1)
+    if acts(body):  # Before: (row, *inputs) -> outputs. After: (row, whether they happen, *inputs) -> outputs
+        happening = guarded(body, when="effects")
+        avals = [body.in_avals[0], jax.ShapeDtypeStruct((), bool), *body.in_avals[1:]]
+        body = trace(lambda row, is_first, *inputs: happening(is_first, row, *inputs), avals)
+        loop = loop._replace(body=body, num_consts=loop.num_consts + 1)
+
+    def turn(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        _, is_first, begun, before = state
+        flag = [is_first] * (loop.num_consts - len(consts))
+        start = [*carry[:stop], begun, *carry[stop + 1 :]]
+        results = _walk(loop, reports, low, high, [*flag, *consts, *start, *xs], before, is_first)
+        found = results[1 + stop]
+        return is_first & jnp.any(found != begun), jnp.zeros_like(is_first), found, results
+
+    yes, none = vary_like(jnp.ones((), bool), jax.typeof(carry[stop])), result_avals(loop)
+    room = [zeros(none.num_steps), *carry, *map(unwritten, (*none.ys, *none.saved)), *map(zeros, none.checkpoint_rows)]
+    state = lax.while_loop(lambda state: state[0], turn, (yes, yes, carry[stop], room))
+    _, _, found, results = state
+    return _without_broken_rows(loop, low, high, found, results)
+
+
+def _without_broken_rows(loop: Loop, low: Any, high: Any, stop: Any, results: list[Any]) -> list[Any]:
+    """The results with zeros in the row that the first walk may have written beyond the second."""
+    out = loop.results(results)
+    row = high - 1 - out.num_steps if loop.reverse else low + out.num_steps
+    has_broken = jnp.any(stop[..., 0] != NO_STOP[0])
+    if not loop.bound:
+        return results
+    is_left = has_broken & (low <= row) & (row < high)
+    row = jnp.clip(row, 0, loop.bound - 1)
+    pairs = zip(out.ys, loop.output_avals.ys, strict=True)
+    ys = [write(y, row, where(is_left, zeros(aval), read(y, row))) for y, aval in pairs]
+    return out._replace(ys=ys).leaves
+
+
+def _walk(
+    loop: Loop,
+    reports: Reports | None,
+    low: Any,
+    high: Any,
+    operands: Sequence[Any],
+    before: Sequence[Any] | None = None,
+    is_first: Any = True,
+) -> list[Any]:
+    """The results of a walk. `before`: results of another one, whose rows are overwritten."""
     consts, carry, xs = map(list, loop.inputs(operands))
     if loop.bound == 0:  # there are no rows that a step could read
         _, _, *others = result_avals(loop)
@@ -120,15 +177,23 @@ def _walk(loop: Loop, reports: Reports | None, low: Any, high: Any, operands: Se
     steps = Steps(body, take)
     walk = RowLoop(loop.reverse, loop.unroll, loop.predicated, loop.bound is not None or not loop.predicated)
     start = walk.first(low, high)
-    ys = [unwritten(stacked(aval, loop.bound or 0)) for aval in loop.output_avals[1]]
-    state = LoopState(carry, ys, start)
+    if before is None:
+        none = result_avals(loop)
+        before = none._replace(ys=map(unwritten, none.ys), saved=map(unwritten, none.saved)).leaves
+    room = loop.results(before)
+    state = LoopState(carry, list(room.ys), start)
     if reports is not None and loop.bound != 1:
         watch = Watch(reports, start, loop.active_count_index)
         walk = walk._replace(watch=watch)
-        state = state._replace(due=watch.first_due(walk._replace(limited=True) if loop.saving else walk))
+        due = watch.first_due(walk._replace(limited=True) if loop.saving else walk)
+        never = MOST_STEPS if (walk.limited or loop.saving) and not loop.reverse else NEVER
+        state = state._replace(due=due if is_first is True else jnp.where(is_first, due, never))
     end = low - 1 if loop.reverse else high
+    if loop.stop is not None and carry[loop.stop].ndim == 1:  # in a batch, each lane ends before its own
+        stop, walk = carry[loop.stop][0], walk._replace(ends=True)
+        end = jnp.where(stop == NO_STOP[0], end if walk.limited or loop.saving else NEVER, stop)
     if loop.saving:
-        state, saved = run_saving(loop.saving, loop, walk, steps, state, end)
+        state, saved = run_saving(loop.saving, loop, walk, steps, state, end, room.saved)
     elif loop.bound == 1:
         run = walk.run_and_discard if loop.may_discard else walk.run_at_most_once
         state, saved = run(steps, state, end), []

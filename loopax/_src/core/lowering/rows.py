@@ -182,6 +182,7 @@ class RowLoop(NamedTuple):
     predicated: bool = False
     limited: bool = True  # False: only the predicate stops it, and the position has no meaning
     watch: "Watch | None" = None  # how the loop reports; None: it does not
+    ends: bool = False  # one without a limit ends at a position all the same; NEVER: it does not
 
     def first(self, low: Any, high: Any) -> Any:
         """The row of the first step."""
@@ -207,6 +208,8 @@ class RowLoop(NamedTuple):
         def until_due(state: LoopState) -> LoopState:
             due = watch.next_due(self, state)
             stop = nearer(due, end) if self.limited else due
+            if self.ends and not self.limited:
+                stop = jnp.where(due.astype(jnp.uint32) < end.astype(jnp.uint32), due, end)  # NEVER is the last
             return self._run(steps, state._replace(due=None), stop)._replace(due=due)
 
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
@@ -266,7 +269,8 @@ class RowLoop(NamedTuple):
             if self.limited:
                 return state.carry[0] & enough
             # The position stays at the largest in the end, where nothing is reported any more.
-            return state.carry[0] if self.watch is None else state.carry[0] & (state.position != end)
+            may_end = self.ends or self.watch is not None
+            return state.carry[0] & (state.position != end) if may_end else state.carry[0]
 
         return goes_on
 

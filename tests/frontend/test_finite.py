@@ -1,0 +1,568 @@
+"""Loops that end before a step that makes a NaN or an infinity (`finite=`)."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import loopax as lx
+from tests.support.limited_loops import RUN_TIME, raises
+
+RAISED = (*RUN_TIME, ValueError)  # the last where JAX says it of a result that it hands out
+
+X = jnp.array([0.5, 1.0, 2.0])
+LANES = ["lockstep", "compact", "sequential", "auto"]
+KINDS = ["auto", "lax", "checkpointed", "bounded", "residuals"]
+
+
+def broken_at(bad: Any, value: float = jnp.nan) -> Any:
+    """A step that doubles, and puts a value into element 1 in row `bad`."""
+
+    def step(x: Any, i: Any) -> Any:
+        return jnp.where((i == bad) & (jnp.arange(3) == 1), value, 1.5 * x)
+
+    return step
+
+
+def fori(bad: Any, x: Any, n: Any = 6, value: float = jnp.nan, **options: Any) -> Any:
+    step = broken_at(bad, value)
+    options = {"finite": True, "throw": False, "info": True, **options}
+    return lx.fori_loop(0, n, lambda i, x: step(x, i), x, **options)
+
+
+def while_(bad: Any, x: Any, n: Any = 6, value: float = jnp.nan, **options: Any) -> Any:
+    step = broken_at(bad, value)
+    body = lambda c: (c[0] + 1, step(c[1], c[0]))
+    options = {"finite": True, "throw": False, "info": True, **options}
+    (_, last), info = lx.while_loop(lambda c: c[0] < n, body, (jnp.int32(0), x), **options)
+    return last, info
+
+
+def scan(bad: Any, x: Any, n: Any = 6, value: float = jnp.nan, **options: Any) -> Any:
+    step = broken_at(bad, value)
+    options = {"finite": True, "throw": False, "info": True, "length": n, **options}
+    (last, _), info = lx.scan(lambda x, i: (step(x, i), jnp.sum(x)), x, jnp.arange(6, dtype=jnp.int32), **options)
+    return last, info
+
+
+LOOPS = [fori, while_, scan]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("bad", [0, 3, 5, 9])
+def test_a_loop_ends_before_the_step_that_breaks(loop: Any, bad: int) -> None:
+    steps, is_broken = min(bad, 6), bad < 6
+    for run in (loop, jax.jit(loop)):
+        last, info = run(bad, X)
+        np.testing.assert_allclose(last, X * 1.5**steps)
+        assert info.num_steps == steps
+        assert info.broken == is_broken
+        assert not info.limit_reached
+        assert info.broken_step == (steps if is_broken else -1)
+        assert info.broken_leaf == ((1 if loop is while_ else 0) if is_broken else -1)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_is_that_of_the_steps_before(loop: Any, kind: str) -> None:
+    options = {"max_steps": 6} if loop is not scan else {}
+    value = lambda x, bad: jnp.sum(loop(bad, x, kind=kind, **options)[0] ** 2)
+    for bad in (0, 4, 9):
+        expected = 2 * X * 1.5 ** (2 * min(bad, 6))
+        np.testing.assert_allclose(jax.jacfwd(value)(X, bad), expected)
+        if kind != "lax" or loop is scan:  # whose length is static
+            np.testing.assert_allclose(jax.jit(jax.grad(value))(X, bad), expected)
+            hessian = jax.jit(jax.hessian(value))(X, bad)
+            np.testing.assert_allclose(hessian, np.diag([2 * 1.5 ** (2 * min(bad, 6))] * 3))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("lanes", LANES)
+def test_each_lane_ends_before_its_own(loop: Any, lanes: str) -> None:
+    bad = jnp.array([9, 2, 0, 5, 9, 3, 9, 1], jnp.int32)
+    n = jnp.array([6, 6, 3, 4, 0, 6, 5, 1], jnp.int32)
+    x = jnp.arange(1.0, 25.0).reshape(8, 3)
+    steps = np.minimum(bad, n)
+
+    def run(bad: Any, n: Any, x: Any) -> Any:
+        return loop(bad, x, n, lanes=lanes)
+
+    last, info = jax.jit(jax.vmap(run))(bad, n, x)
+    np.testing.assert_allclose(last, x * 1.5 ** steps[:, None])
+    np.testing.assert_array_equal(info.num_steps, steps)
+    np.testing.assert_array_equal(info.broken, bad < n)
+    np.testing.assert_array_equal(info.broken_step, np.where(bad < n, bad, -1))
+
+    value = lambda x: jnp.sum(jax.vmap(run)(bad, n, x)[0] ** 2)
+    np.testing.assert_allclose(jax.jit(jax.grad(value))(x), 2 * x * 1.5 ** (2 * steps[:, None]))
+    linear = jax.jit(lambda x: jax.linearize(lambda x: jax.vmap(run)(bad, n, x)[0], x)[1](x))
+    np.testing.assert_allclose(linear(x), last)
+    nested = jax.vmap(jax.vmap(run))
+    two = jax.jit(nested)(*(a.reshape(2, 4, *a.shape[1:]) for a in (bad, n, x)))
+    np.testing.assert_array_equal(two[0].reshape(8, 3), last)
+
+
+def test_many_lanes_in_stages_end_before_their_own() -> None:
+    bad = jnp.arange(64, dtype=jnp.int32) * 7 % 13
+    n = jnp.arange(64, dtype=jnp.int32) * 5 % 11
+    x = jnp.ones((64, 3))
+    run = jax.jit(jax.vmap(lambda bad, n, x: while_(bad, x, n, lanes="compact")))
+    last, info = run(bad, n, x)
+    np.testing.assert_allclose(last, 1.5 ** np.minimum(bad, n)[:, None] * x)
+    np.testing.assert_array_equal(info.broken_step, np.where(bad < n, bad, -1))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("unroll", [1, 4])
+def test_rows_before_the_step_are_kept(reverse: bool, unroll: int) -> None:
+    xs = jnp.array([1.0, 2.0, 0.0, 4.0, 5.0])
+
+    def run(xs: Any, n: Any = 5) -> Any:
+        options = {"finite": True, "throw": False, "info": True, "reverse": reverse, "unroll": unroll}
+        return lx.scan(lambda c, x: (c + x, 1 / x), jnp.float64(0), xs, n, **options)
+
+    (carry, ys), info = jax.jit(run)(xs)
+    taken, expected = (9.0, [0, 0, 0, 0.25, 0.2]) if reverse else (3.0, [1, 0.5, 0, 0, 0])
+    assert carry == taken
+    assert info.num_steps == 2
+    assert info.broken_step == 2
+    assert info.broken_leaf == 1
+    np.testing.assert_allclose(ys, expected)
+    grad = jax.jit(jax.grad(lambda xs: jnp.sum(run(xs)[0][1])))(xs)
+    np.testing.assert_allclose(grad, np.where(np.array(expected) == 0, 0, -(np.array(expected) ** 2)))
+    many = jnp.stack([xs, xs + 1, xs.at[1].set(0)])
+    lengths = jnp.array([5, 4, 5], jnp.int32)
+    (_, rows), info = jax.jit(jax.vmap(run))(many, lengths)
+    np.testing.assert_array_equal(info.broken_step, [2, -1, 2 if reverse else 1])
+    for i in range(3):
+        (_, alone), _ = run(many[i], lengths[i])
+        np.testing.assert_allclose(rows[i], alone)
+
+
+# ---- what breaks
+
+
+def test_an_element_that_is_not_finite_at_the_start_never_counts() -> None:
+    start = jnp.array([-jnp.inf, 0.0, jnp.nan])
+    turned = lambda i, x: jnp.where(i % 2 == 0, jnp.array([1.0, 2.0, 3.0]), start.at[1].set(5.0))
+    assert not lx.fori_loop(0, 6, turned, start, finite=True, info=True)[1].broken
+    breaks = lambda i, x: jnp.where(i == 3, x.at[1].set(-jnp.inf), x + 1)
+    assert lx.fori_loop(0, 6, breaks, start, finite=True, throw=False, info=True)[1].broken_step == 3
+
+
+def test_infinities_may_be_allowed() -> None:
+    run = partial(fori, 3, X, value=jnp.inf)
+    assert run().__getitem__(1).broken
+    assert not run(finite="nan")[1].broken
+    assert fori(3, X, finite="nan")[1].broken_step == 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 1700), (70, 80)])
+def test_of_any_dtype_and_shape_the_element_is_right(dtype: str, shape: tuple[int, ...]) -> None:
+    index = tuple(size // 2 for size in shape)
+
+    def run(at: Any, value: Any, finite: Any) -> Any:
+        step = lambda i, x: jnp.where(i == 2, x.at[index].set(value.astype(dtype)), x)
+        return lx.fori_loop(0, at, step, jnp.ones(shape, dtype), finite=finite)
+
+    run = jax.jit(run, static_argnums=2)
+    run(2, jnp.float32(jnp.nan), True)
+    run(3, jnp.float32(jnp.inf), "nan")
+    place = f"[{', '.join(map(str, index))}]" if shape else ""
+    with raises(RAISED, f"step 2 (the first is 0) made carry{place} NaN; it was 1"):
+        run(3, jnp.float32(jnp.nan), True)
+    with raises(RAISED, f"step 2 (the first is 0) made carry{place} infinite; it was 1"):
+        run(3, jnp.float32(-jnp.inf), True)
+
+
+def test_leaves_that_stay_and_integers_are_not_looked_at() -> None:
+    init = {"count": jnp.int32(0), "weights": jnp.array([jnp.nan]), "x": jnp.float64(1)}
+    body = lambda c: {**c, "count": c["count"] + 1, "x": c["x"] * 2}
+    run = lambda **k: lx.while_loop(lambda c: c["count"] < 3, body, init, info=True, **k)[1]
+    assert not run(finite=True).broken
+    assert run().broken is None
+    counts = lx.fori_loop(0, 3, lambda i, n: n + i, jnp.int32(0), finite=True, info=True)
+    assert counts[0] == 3
+    assert counts[1].broken is None
+
+
+# ---- large arrays, of which a step writes parts
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_of_a_large_array_what_a_step_writes_is_looked_at(value: float) -> None:
+    def run(bad: Any) -> Any:
+        def step(i: Any, rows: Any) -> Any:
+            return rows.at[i].set(jnp.where((i == bad) & (jnp.arange(2000) == 7), value, 1.0))
+
+        return lx.fori_loop(0, 4, step, jnp.full((6, 2000), jnp.inf), finite=True, throw=False, info=True)
+
+    rows, info = jax.jit(run)(9)
+    assert not info.broken
+    assert rows[3, 0] == 1
+    rows, info = jax.jit(run)(2)  # the element was an infinity at the start
+    assert not info.broken
+    assert rows[3, 0] == 1
+    finite = jax.jit(lambda bad: lx.fori_loop(0, 4, lambda i, r: r.at[i].set(jnp.where(i == bad, value, 1.0)), ZEROS,
+                                              finite=True))  # fmt: skip
+    finite(9)
+    with raises(RAISED, f"step 2 (the first is 0) made carry[2, 0] {'NaN' if value != value else 'infinite'}"):
+        finite(2)
+
+
+ZEROS = jnp.zeros((6, 2000))
+
+
+def test_rows_of_buffers_and_histories_are_looked_at() -> None:
+    def append(xs: Any, when: Any) -> Any:
+        step = lambda buffer, x: (buffer.append(1 / x, when=when | (x[0] > 0)), None)
+        return lx.scan(step, lx.Buffer(6, like=jnp.zeros(2)), xs, finite=True)[0].rows
+
+    xs = jnp.array([[1.0, 2.0], [0.0, 3.0]])
+    append = jax.jit(append)
+    np.testing.assert_allclose(append(xs, False)[0], [1, 0.5])
+    with raises(RAISED, "step 1 (the first is 0) made carry[0] infinite, in the row that is put into it"):
+        append(xs, True)
+
+    def step(state: Any, history: Any) -> Any:
+        return state, jnp.log(history[-1] - 0.5)
+
+    with raises(RAISED, "step 1 (the first is 0) made history"):
+        lx.rollout(step, None, 4, history=lx.History(3, like=jnp.ones(1)).push(jnp.ones(1)), finite=True)
+
+
+# ---- errors
+
+
+def test_errors_name_line_step_lane_path_index_and_value() -> None:
+    def run(bad: Any) -> Any:
+        body = lambda c: {"x": [broken_at(bad)(c["x"][0], c["i"])], "i": c["i"] + 1}
+        return lx.while_loop(lambda c: c["i"] < 5, body, {"x": [X], "i": jnp.int32(0)}, finite=True)["x"][0]
+
+    expected = (
+        r"step 2 (the first is 0) made carry['x'][0][1] NaN; it was 2.25 before. The loop ended before this step."
+    )
+    for call in (run, jax.jit(run), jax.grad(lambda bad, x: jnp.sum(run(bad) * x), argnums=1)):
+        with raises(RAISED, "loopax.while_loop at", expected):
+            call(*(jnp.int32(2), X)[: 1 + (call is not run and not hasattr(call, "lower"))])
+    with raises(RAISED, expected, "First at index 3 of the batch."):
+        jax.jit(jax.vmap(run))(jnp.array([9, 9, 9, 2, 1], jnp.int32))
+
+
+def test_a_loop_in_a_loop_tells_its_step_and_the_row_of_the_other() -> None:
+    def run(bad: Any, outer_bad: Any) -> Any:
+        def outer(i: Any, x: Any) -> Any:
+            return fori(jnp.where(i == outer_bad, bad, 9), x, 4, throw=True, info=False)
+
+        return lx.fori_loop(0, 5, outer, X)
+
+    expected = "loopax.fori_loop at"
+    with raises(RAISED, expected, "step 2 (the first is 0), in row 3 of the loop around it made carry[1] NaN"):
+        jax.jit(run)(2, 3)
+    jax.jit(run)(9, 3)
+    with raises(RAISED, "in row 1 of the loop around it", "First at index 1 of the batch."):
+        jax.jit(jax.vmap(run))(jnp.array([9, 2]), jnp.array([3, 1]))
+
+
+def test_bad_arguments_are_refused() -> None:
+    for wrong in (False, "inf", 1.5):
+        with pytest.raises(ValueError, match=r"finite=...\): got"):
+            lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="finite"):
+        jax.jit(lambda flag: lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=flag))(True)
+    with pytest.raises(NotImplementedError, match="lanes='free'"):
+        lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=True, lanes="free")
+
+
+# ---- transformations
+
+
+def test_steps_in_python_are_looked_at() -> None:
+    with jax.disable_jit():
+        for loop in LOOPS:
+            for bad in (0, 3, 9):
+                last, info = loop(bad, X)
+                np.testing.assert_allclose(last, X * 1.5 ** min(bad, 6))
+                assert info.broken_step == (bad if bad < 6 else -1)
+        with raises(eqx.EquinoxRuntimeError, "step 3 (the first is 0) made carry[1] NaN"):
+            fori(3, X, throw=True)
+        last, info = jax.vmap(lambda bad: fori(bad, X))(jnp.array([1, 9]))
+        np.testing.assert_array_equal(info.broken_step, [1, -1])
+
+
+def test_effects_happen_once() -> None:
+    seen: list[int] = []
+
+    def run(bad: Any, x: Any) -> Any:
+        def step(i: Any, x: Any) -> Any:
+            jax.debug.callback(lambda i: seen.append(int(i)), i)
+            return broken_at(bad)(x, i)
+
+        return lx.fori_loop(0, 6, step, x, finite=True, throw=False, info=True)
+
+    last, info = jax.jit(run)(3, X)
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert info.num_steps == 3
+    np.testing.assert_allclose(last, X * 1.5**3)
+    seen.clear()
+    jax.jit(jax.vmap(run, in_axes=(0, None)))(jnp.array([2, 9]), X)
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 4, 5]
+
+
+def test_devices_end_before_their_own() -> None:
+    mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    run = jax.shard_map(lambda bad: fori(bad[0], X)[0][None], mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    bad = jnp.array([1, 9, 0, 4])
+    np.testing.assert_allclose(jax.jit(run)(bad), np.asarray(X) * 1.5 ** np.minimum(bad, 6)[:, None])
+    of_device = lambda bad, x: fori(bad[0], x)[0][None]
+    on_devices = jax.shard_map(of_device, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i"))
+    value = lambda x: jnp.sum(on_devices(bad, x))
+    expected = np.sum(1.5 ** np.minimum(bad, 6))
+    np.testing.assert_allclose(jax.jit(jax.grad(value))(X), [expected] * 3)
+
+
+def test_checkpointed_functions_and_inner_loops_end_before_it() -> None:
+    value = lambda x, bad: jnp.sum(jax.checkpoint(lambda x: fori(bad, x)[0])(x) ** 2)
+    np.testing.assert_allclose(jax.jit(jax.grad(value))(X, 2), 2 * X * 1.5**4)
+
+    def nested(x: Any) -> Any:
+        return lx.fori_loop(0, 3, lambda i, x: fori(i + 1, x)[0], x)
+
+    np.testing.assert_allclose(jax.jit(nested)(X), X * 1.5**6)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: jnp.sum(nested(x))))(X), [1.5**6] * 3)
+    scanned = lambda x: jnp.sum(jax.lax.scan(lambda x, i: (fori(i, x)[0], None), x, jnp.arange(3))[0])
+    np.testing.assert_allclose(jax.jit(jax.grad(scanned))(X), [1.5**3] * 3)
+
+
+@pytest.mark.parametrize("derivative", [lx.Truncated(last=2), lx.Truncated(window=2), lx.Truncated(last=9)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_truncated_derivatives_are_those_of_the_steps_before(derivative: Any, reverse: bool) -> None:
+    def value(x: Any, xs: Any, n: Any) -> Any:
+        step = lambda c, x: (c * x, jnp.log(c * x))
+        options = {"derivative": derivative, "reverse": reverse, "throw": False}
+        return lx.scan(step, x, xs, n, finite=True, **options)[0]
+
+    xs = jnp.array([2.0, 3.0, 0.5, -1.0, 4.0, 5.0])
+    rows = xs[::-1] if reverse else xs
+    number = int(np.argmax(np.asarray(rows) < 0))  # of steps
+    assert value(1.0, xs, jnp.int32(6)) == np.prod(rows[:number])
+    grad = jax.grad(value, argnums=(0, 1))(1.0, xs, jnp.int32(6))
+    plain = jax.grad(partial(one_by_one, derivative, number), argnums=(0, 1))(1.0, rows)
+    np.testing.assert_allclose(grad[0], plain[0])
+    np.testing.assert_allclose(grad[1][::-1] if reverse else grad[1], plain[1])
+
+
+def one_by_one(derivative: Any, number: int, x: Any, rows: Any) -> Any:
+    """The same with Python's loop: so many steps."""
+    last, window = derivative.last, derivative.window
+    for i in range(number):
+        if (last and i and i == number - last) or (window and i % window == 0 and i):
+            x = jax.lax.stop_gradient(x)
+        x = x * (rows[i] if window or i >= number - last else jax.lax.stop_gradient(rows[i]))
+    return x
+
+
+def test_a_reversible_loop_walks_back_from_the_step_before() -> None:
+    kind = lx.Reversible(lambda i, x: x / 1.5)
+    value = lambda x, bad, n: jnp.sum(
+        lx.fori_loop(0, n, lambda i, x: jnp.where(i == bad, jnp.nan, 1.5 * x), x, kind=kind, finite=True, throw=False)
+        ** 2
+    )
+    for bad in (0, 3, 9):
+        np.testing.assert_allclose(jax.jit(jax.grad(value))(X, bad, 6), 2 * X * 1.5 ** (2 * min(bad, 6)))
+    many = jax.jit(jax.vmap(jax.grad(value), in_axes=(None, 0, 0)))(X, jnp.array([2, 9, 0]), jnp.array([6, 3, 4]))
+    np.testing.assert_allclose(many, 2 * np.asarray(X) * 1.5 ** (2 * np.array([2, 3, 0])[:, None]))
+
+
+def test_an_implicit_derivative_is_looked_at() -> None:
+    def root(a: Any) -> Any:
+        new = lambda x: 0.5 * (x + a / x)
+        return lx.while_loop(lambda x: jnp.abs(x * x - a) > 1e-10, new, a, derivative="implicit", finite=True)
+
+    np.testing.assert_allclose(jax.jit(jax.grad(root))(2.0), 0.5 / np.sqrt(2.0), rtol=1e-6)
+    with raises(RAISED, "step 0 (the first is 0) made carry NaN"):
+        jax.jit(lambda a: lx.while_loop(lambda x: x > -1.0, lambda x: jnp.log(a), a, derivative="implicit",
+                                        finite=True))(-0.5)  # fmt: skip
+
+
+# ---- backward
+
+
+def kinked(x: Any, bad: Any, n: Any = 6, **options: Any) -> Any:
+    """A loop whose derivative is infinite in row `bad`."""
+
+    @jax.custom_jvp
+    def plain(x: Any, flag: Any) -> Any:
+        return 1.5 * x
+
+    @plain.defjvp
+    def _(primals: Any, dots: Any) -> Any:
+        x, flag = primals
+        return 1.5 * x, dots[0] * jnp.where(flag, jnp.inf, 1.5)
+
+    options = {"finite": True, **options}
+    return lx.fori_loop(0, n, lambda i, x: plain(x, i == bad), x, **options)
+
+
+@pytest.mark.parametrize("kind", ["auto", "checkpointed", "bounded", "residuals"])
+def test_the_step_whose_derivative_breaks_is_named(kind: str) -> None:
+    grad = jax.jit(jax.grad(lambda x, bad: kinked(x, bad, kind=kind, max_steps=6)))
+    np.testing.assert_allclose(grad(2.0, 9), 1.5**6)
+    for bad in (0, 3, 5):
+        with raises(RAISED, "loopax.fori_loop at", f"in reverse mode, step {bad} (the first is 0) made a cotangent"):
+            grad(2.0, bad)
+    lazy = jax.jit(jax.grad(lambda x, bad: kinked(x, bad, kind=kind, max_steps=6, throw=False)))
+    assert lazy(2.0, 3) == jnp.inf
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_the_lane_whose_derivative_breaks_is_named(lanes: str) -> None:
+    grad = jax.jit(jax.vmap(jax.grad(lambda x, bad, n: kinked(x, bad, n, lanes=lanes)), in_axes=(None, 0, 0)))
+    n = jnp.array([6, 3, 5, 0])
+    np.testing.assert_allclose(grad(2.0, jnp.array([9, 4, 8, 0]), n), 1.5 ** np.asarray(n))
+    with raises(RAISED, "step 4 (the first is 0) made a cotangent", "First at index 2 of the batch."):
+        grad(2.0, jnp.array([9, 4, 4, 0]), n)
+
+
+def test_the_outermost_loop_looks_at_cotangents() -> None:
+    def nested(x: Any, outer: Any, bad: Any, **options: Any) -> Any:
+        step = lambda i, x: kinked(x, jnp.where(i == outer, bad, 9), 3)
+        return lx.fori_loop(0, 4, step, x, **options)
+
+    for options in ({}, {"finite": True}):
+        grad = jax.jit(jax.grad(partial(nested, **options)))
+        np.testing.assert_allclose(grad(2.0, 9, 9), 1.5**12)
+        with raises(RAISED, "in reverse mode, step 2 (the first is 0) made a cotangent"):
+            grad(2.0, 2, 1)
+    hessian = jax.jit(jax.hessian(lambda x, bad: kinked(x, bad) ** 2))
+    np.testing.assert_allclose(hessian(2.0, 9), 2 * 1.5**12)
+
+
+def test_a_gradient_in_a_step_tells_the_row() -> None:
+    def train(bad: Any) -> Any:
+        return lx.fori_loop(0, 4, lambda i, x: x - 1e-3 * jax.grad(kinked)(x, jnp.where(i == 2, bad, 9)), 2.0)
+
+    jax.jit(train)(9)
+    with raises(RAISED, "in reverse mode, step 1 (the first is 0), in row 2 of the loop around it made a cotangent"):
+        jax.jit(train)(1)
+
+
+def test_cotangents_that_are_not_finite_at_the_start_are_nobodys_fault() -> None:
+    _, pull = jax.vjp(lambda x: kinked(x, 9), 2.0)
+    assert jnp.isnan(pull(jnp.nan)[0])
+
+
+@jax.custom_jvp
+def kink(x: Any, flag: Any) -> Any:
+    """Its derivative is infinite where the flag is True."""
+    return 1.0 * x
+
+
+@kink.defjvp
+def _kink_jvp(primals: Any, dots: Any) -> Any:
+    return kink(*primals), dots[0] * jnp.where(primals[1], jnp.inf, 1.0)
+
+
+@pytest.mark.parametrize("product", [lambda w, x: w @ x, lambda w, x: x @ w])
+def test_of_large_sums_the_factors_are_looked_at(product: Any) -> None:
+    """The cotangent of the carry has no part in it."""
+
+    def value(w: Any, bad: Any) -> Any:
+        step = lambda i, x: x + kink(product(w, jax.lax.stop_gradient(x)), i == bad)
+        return jnp.sum(lx.fori_loop(0, 5, step, jnp.ones(40), finite=True))
+
+    grad = jax.jit(jax.grad(value))
+    grad(jnp.eye(40) / 9, 9)
+    with raises(RAISED, "in reverse mode, step 3 (the first is 0) made a cotangent"):
+        grad(jnp.eye(40) / 9, 3)
+
+
+def test_cotangents_of_constants_are_looked_at() -> None:
+    def value(w: Any, table: Any, bad: Any) -> Any:
+        step = lambda i, x: x + jnp.sqrt(jnp.where(i == bad, 0 * w[0], w[0])) + table[i]
+        return lx.fori_loop(0, 5, step, 0.0, finite=True)
+
+    grad = jax.jit(jax.grad(value, argnums=(0, 1)))
+    table = jnp.zeros(5)
+    grad(jnp.ones(2), table, 9)
+    with raises(RAISED, "in reverse mode, step 3 (the first is 0) made a cotangent"):
+        grad(jnp.ones(2), table, 3)
+
+
+# ---- found by trying to break it
+
+
+@pytest.mark.parametrize("unroll", [2, 3])
+def test_no_step_follows_one_that_breaks(unroll: int) -> None:
+    """Though those that would follow in the same iteration are finite."""
+    step = lambda c, t: (c + 1, 1 / (t - 2))
+    options = {"unroll": unroll, "finite": True, "throw": False, "info": True}
+    (_, ys), info = lx.scan(step, 0, jnp.arange(2.0, 8.0), **options)
+    assert info.num_steps == 0
+    np.testing.assert_array_equal(ys, np.zeros(6))
+
+
+def test_loops_that_are_taken_apart_are_refused() -> None:
+    inner = lambda x: fori(2, x)[0]
+    with pytest.raises(NotImplementedError, match="a loop with finite= stands in"):
+        lx.lanes_map(inner, jnp.ones((4, 3)), num_lanes=2)
+    with pytest.raises(NotImplementedError, match="a loop with finite= stands in"):
+        lx.fori_loop(0, 3, lambda i, x: inner(x), X, lanes="free")
+
+
+def in_a_loop(f: Any) -> Any:
+    return lambda buffer, x: lx.fori_loop(0, 1, lambda _, buffer: f(buffer, x), buffer)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, in_a_loop])
+def test_rows_that_are_appended_out_of_sight_are_looked_at(wrap: Any) -> None:
+    append = wrap(lambda buffer, x: buffer.append(x))
+
+    def run(xs: Any) -> Any:
+        step = lambda buffer, x: (append(buffer, 1 / x), None)
+        return lx.scan(step, lx.Buffer(4, like=jnp.zeros(2)), xs, finite=True, throw=False, info=True)
+
+    (buffer, _), info = jax.jit(run)(jnp.array([[1.0, 2.0], [0.0, 3.0], [1.0, 1.0]]))
+    assert info.broken_step == 1
+    assert buffer.count == 1
+    assert np.all(np.isfinite(buffer.rows))
+
+
+def test_gradients_on_devices_are_looked_at() -> None:
+    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    loss = lambda w, x: jax.lax.psum(jnp.sum(lx.fori_loop(0, 3, lambda i, x: x * w, x, finite=True)), "i")
+    value = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    np.testing.assert_allclose(jax.jit(jax.grad(value))(2.0, jnp.ones(4)), 4 * 3 * 2.0**2)
+
+
+def test_cotangents_that_overflow_are_found_in_their_step() -> None:
+    grow = lambda x, w: lx.fori_loop(0, 4, lambda i, x: x * w, x, finite=True)
+    for n in (3, 3000):
+        with raises(RAISED, "in reverse mode, step 2 (the first is 0) made a cotangent"):
+            x = jnp.zeros(n, jnp.float32)
+            jax.jit(jax.grad(lambda x, w: jnp.sum(grow(x, w))))(x, jnp.float32(1e20))
+
+
+@pytest.mark.parametrize("size", [8, 1024])
+def test_small_floats_and_mixed_dtypes(size: int) -> None:
+    carry = {"a": jnp.ones(size, jnp.float8_e5m2), "b": jnp.ones(size, jnp.float32), "c": jnp.ones(size, jnp.complex64)}
+
+    def step(i: Any, c: Any) -> Any:
+        broken = jnp.where(i == 2, jnp.nan, 2).astype(c["a"].dtype)
+        return {"a": c["a"].at[3].set(broken), "b": c["b"] + 1, "c": c["c"] + 1}
+
+    with raises(RAISED, "step 2 (the first is 0) made carry['a'][3] NaN; it was 2 before"):
+        jax.jit(lambda carry: lx.fori_loop(0, 4, step, carry, finite=True))(carry)
+
+
+def test_large_finite_numbers_are_finite() -> None:
+    x = jnp.full(2000, 1e30, jnp.float32)  # whose squares are not
+    jax.jit(jax.grad(lambda x: jnp.sum(lx.fori_loop(0, 3, lambda i, x: x * jnp.float32(0.5), x, finite=True))))(x)
