@@ -1,5 +1,6 @@
 """Random programs, of which each can be run: what loopax or JAX refuses is not drawn, with the reason."""
 
+from dataclasses import replace
 from random import Random
 
 from tests.fuzz.catalogue import (
@@ -73,6 +74,16 @@ def program(number: int) -> Program:
         transformations=_transformations(random, body, features, policy, bounded),
         seed=random.randrange(1000),
     )
+
+
+def watched(number: int) -> Program:
+    """The program of this number, whose steps are looked at, and of which one breaks in most of them."""
+    plain, random = program(number), Random(number + 2**31)
+    # `rewrite_loops` raises where a step breaks, and what lanes see of one that has broken may break them.
+    no_break = plain.rewritten or MIXES_LANES & {*plain.body}
+    planted = random.choice(["nan", "nan", "inf", "watched"])
+    lanes = "lockstep" if plain.lanes == "free" else plain.lanes  # nobody looks at the steps of free lanes
+    return replace(plain, finite="watched" if no_break else planted, lanes=lanes)
 
 
 def _features(random: Random, rewritten: bool) -> str:

@@ -14,7 +14,7 @@ from jax import lax
 from tests.fuzz.catalogue import OPERATIONS, WITH_CHECKPOINTS
 from tests.fuzz.loops import Given, Loops, Rewritten, Unrolled, Values, WithLoopax, few_places
 from tests.fuzz.operations import Layer
-from tests.fuzz.program import ROWS, Program
+from tests.fuzz.program import BROKEN, ROWS, Program
 from tests.fuzz.transformations import AROUND, DERIVATIVES, TRANSFORMATIONS, Function
 
 SHAPES = {"v": (3,), "s": (), "w": (3, 3), "xs": (ROWS,), "re": (2,), "im": (2,), "weight": (3, 3)}
@@ -44,7 +44,8 @@ def function(program: Program, loops: Any) -> Function:
             return {name: value for name, value in values.items() if name in start}
 
         key = key_of(IMPLEMENTATIONS[program.seed % 3], program.seed, number) if "y" in program.features else None
-        found = loops.run(program, Given(start, rows_of(program, number, loops), step, steps, key))
+        breaks = (program.seed // 7 + number["lane"]) % (ROWS + 1)
+        found = loops.run(program, Given(start, rows_of(program, number, loops), step, steps, key, breaks))
         return found | {"last": loops.plain(found["last"] | closed_over)}
 
     f: Function = loops.prepared(program, given)
@@ -148,8 +149,12 @@ def _of_calls(program: Program, got: Loops, expected: Loops) -> str | None:
     recomputed = {*program.body, *program.transformations} & {*WITH_CHECKPOINTS, "checkpoint"} or program.policy
     found = recomputed and DERIVATIVES & set(program.transformations)
     for who in {*got.calls.numbers, *expected.calls.numbers}:
+        if program.finite in BROKEN and "backward_rule" in who[0]:
+            continue  # a step that breaks is not differentiated, and the Python loop does not know that
         a, b = (np.asarray(loops.calls.numbers.get(who, [])) for loops in (got, expected))
-        if not (_same_set(a, b) if found else _same_calls(a, b, in_order="in_order" in who[0])):
+        # A loop that breaks runs twice, and only a callback knows its results.
+        is_asked_twice = program.finite in BROKEN and "ask" in who[0]
+        if not (_same_set(a, b) if found or is_asked_twice else _same_calls(a, b, in_order="in_order" in who[0])):
             return f"calls of {who}: {a.tolist()}, expected {b.tolist()}"
     return None
 

@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 
 import loopax as lx
 from loopax._src.core.jaxpr.cost import StepCost
-from tests.fuzz.program import KINDS, LANES, POLICIES, ROWS, Program
+from tests.fuzz.program import BROKEN, KINDS, LANES, POLICIES, ROWS, Program
 from tests.fuzz.transformations import BATCHES, DERIVATIVES
 
 MOST_INNER_STEPS = 8
@@ -35,6 +35,7 @@ class Given(NamedTuple):
     step: Callable[[Values, Values], Values]
     steps: Any  # how many, if nothing stops it
     key: Any  # None: none
+    breaks: Any  # the number of the step that breaks, if the program has one
 
 
 def row(values: Values, loops: Any) -> Any:
@@ -52,10 +53,15 @@ def stops(values: Values) -> Any:
     return values["s"] > 0.4
 
 
-def results(values: Values, ys: Any, num_steps: Any, limit_reached: Any) -> Any:
-    """What is compared; a key by the integers behind it."""
+def results(values: Values, ys: Any, num_steps: Any, limit_reached: Any, broken: Any = None) -> Any:
+    """What is compared; a key by the integers behind it. `broken`: which step broke, and in which leaf."""
     keys = {name: jax.random.key_data(values[name]) for name in ("k", "g") if name in values}
-    return {"last": values | keys, "ys": ys, "num_steps": num_steps, "limit": limit_reached}
+    return {"last": values | keys, "ys": ys, "num_steps": num_steps, "limit": limit_reached, "broken": broken}
+
+
+def place_of_v(values: Values) -> int:
+    """The number of the leaf that breaks among all."""
+    return [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(values)].index("v")
 
 
 def where(flag: Any, new: Any, old: Any) -> Any:
@@ -211,7 +217,15 @@ class WithLoopax(Loops):
         return lx.scan(f, init, xs)
 
     def run(self, program: Program, given: Given) -> Any:
-        start, xs, step, steps, key = given
+        start, xs, step, steps, key, breaks = given
+        if program.finite in BROKEN:
+            plain = step
+
+            def step(c: Values, x: Values, /) -> Values:
+                new, number = plain(c, {name: value for name, value in x.items() if name != "number"}), x["number"]
+                is_it = (number == breaks) & (jnp.arange(3) == 1)
+                return new | {"v": jnp.where(is_it, BROKEN[program.finite], new["v"])}
+
         if program.policy:
             step = POLICIES[program.policy](step)
         options: dict[str, Any] = {
@@ -222,12 +236,18 @@ class WithLoopax(Loops):
             "throw": False,
             "info": True,
         }
+        numbered = program.finite in BROKEN
+        if program.finite:
+            options["finite"] = "nan" if program.finite == "nan" and program.seed % 2 else True
         with_key = lambda x, key: x if key is None else x | {"key": key}
-        place = lambda i, key: with_key(at(xs, i % ROWS), key)
-        ys = None
+        place = lambda i, key: with_key(at(xs, i % ROWS) | ({"number": i} if numbered else {}), key)
+        ys, first_leaf = None, 0
         if program.loop == "scan":
             stop = (lambda c, _: stops(c)) if program.stop else None
             f = lambda c, x, key=None: (new := step(c, with_key(x, key)), row(new | x, self))
+            if numbered:
+                number = jnp.arange(ROWS, dtype=jnp.int32)
+                xs = xs | {"number": steps - 1 - number if program.reverse else number}
             (last, ys), info = lx.scan(f, start, xs, steps, program.reverse, program.unroll, stop=stop, **options)
         elif program.loop == "fori":
             unroll = program.unroll if program.steps is not None else None
@@ -237,9 +257,15 @@ class WithLoopax(Loops):
             goes_on = lambda c: (c[0] < steps) & ~(program.stop & stops(c[1]))
             f = lambda c, key=None: (c[0] + 1, step(c[1], place(c[0], key)))
             (_, last), info = lx.while_loop(goes_on, f, (jnp.int32(0), start), **options)
+            first_leaf = 1
         assert isinstance(info, lx.LoopInfo)
         assert isinstance(last, dict)
-        return results(last, self.on_device(ys), info.num_steps, info.limit_reached)
+        broken = None
+        if program.finite:
+            assert info.broken is not None
+            is_v = ~info.broken | (info.broken_leaf == first_leaf + place_of_v(last))
+            broken = info.broken_step, is_v
+        return results(last, self.on_device(ys), info.num_steps, info.limit_reached, broken)
 
     def on_device(self, ys: Any) -> Any:
         """With the rows in host memory, which JAX differentiates there alone."""
@@ -269,7 +295,7 @@ class Rewritten(WithLoopax):
         return lax.scan(f, init, xs)
 
     def run(self, program: Program, given: Given) -> Any:
-        start, xs, step, steps, _ = given
+        start, xs, step, steps, *_ = given
         if program.policy:
             step = POLICIES[program.policy](step)
         place = lambda i: at(xs, i % ROWS)
@@ -285,11 +311,12 @@ class Rewritten(WithLoopax):
         else:
             goes_on = lambda c: (c[0] < steps) & ~(program.stop & stops(c[1]))
             taken, last = lax.while_loop(goes_on, lambda c: (c[0] + 1, step(c[1], place(c[0]))), (jnp.int32(0), start))
-        return results(last, ys, jnp.asarray(taken, jnp.int32), jnp.bool_(False))
+        broken = (jnp.int32(-1), jnp.bool_(True)) if program.finite else None
+        return results(last, ys, jnp.asarray(taken, jnp.int32), jnp.bool_(False), broken)
 
     def prepared(self, program: Program, f: Any) -> Any:
         options: Any = {**stored(program), "lanes": lanes_of(program), "max_steps": program.max_steps}
-        return lx.rewrite_loops(f, scans=True, conds=True, **options)
+        return lx.rewrite_loops(f, scans=True, conds=True, finite=True if program.finite else None, **options)
 
     def around(self) -> Any:
         """Not rewritten: those of loopax."""
@@ -399,10 +426,11 @@ class Unrolled(Loops):
 
     def _run(self, program: Program, given: Given, first: Any) -> Any:
         """What steps before the first return is constant."""
-        c, xs, step, steps, key = given
+        c, xs, step, steps, key, breaks = given
         most = ROWS if program.max_steps is None else min(ROWS, program.max_steps)
         stops_before, stops_after = program.stop & (program.loop == "while"), program.stop & (program.loop == "scan")
         goes_on, num_steps, outside = jnp.bool_(True), jnp.int32(0), self.active
+        broken_step = jnp.int32(-1)
         ys = jax.tree.map(lambda y: jnp.stack([y - y] * ROWS), row(c | at(xs, 0), self))
 
         changes: Any = None
@@ -428,20 +456,24 @@ class Unrolled(Loops):
             return jax.tree.map(constant, tree, changes)
 
         for k in range(most):
-            active = goes_on & (k < steps) & ~(stops_before & stops(c))
+            active = begun = goes_on & (k < steps) & ~(stops_before & stops(c))
+            if program.finite in BROKEN:  # a step that breaks has its effects, and no others
+                broken_step = jnp.where(begun & (k == breaks), k, broken_step)
+                active = begun & (k != breaks)
             i = jnp.clip(steps - 1 - k, 0) if program.reverse else k
             i = jnp.asarray(i, jnp.int32)
             # The condition of a `while_loop` counts in the carry, which a lane that has finished keeps.
             place = jnp.where(active, i, num_steps) % ROWS if program.loop == "while" else i
             if program.kind == "windows of two" and k % 2 == 0 and k > 0:
                 c = cut(active, c, changes)
-            c, ys = masked(active, active & outside, i, place, c, ys)
+            c, ys = masked(active, begun & outside, i, place, c, ys)
             if program.kind == "last two":
                 c, ys = cut(k < first, c, changes), where(k < first, lax.stop_gradient(ys), ys)
             num_steps = jnp.where(active, k + 1, num_steps)
             goes_on = active & ~(stops_after & stops(c))
         limit = jnp.asarray(steps > most) & goes_on & ~(stops_before & stops(c))
-        return results(c, ys if program.loop == "scan" else None, num_steps, limit)
+        broken = (broken_step, jnp.bool_(True)) if program.finite else None
+        return results(c, ys if program.loop == "scan" else None, num_steps, limit, broken)
 
 
 def at(xs: Values, i: Any) -> Values:

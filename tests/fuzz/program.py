@@ -29,8 +29,10 @@ class Program:
     rewritten: bool = False  # written with the loops and branches of `jax.lax`, and rewritten by `lx.rewrite_loops`
     transformations: tuple[str, ...] = ()  # names in `transformations.py`, the innermost first
     seed: int = 0  # of the numbers
+    finite: str = ""  # looked at each step: "watched", or with a "nan" or an "inf" that a step makes (`breaks`)
 
 
+BROKEN = {"nan": float("nan"), "inf": float("-inf")}
 KINDS: dict[str, Any] = {  # or a derivative, and the kind of its steps
     "auto": "auto",
     "checkpointed": "checkpointed",

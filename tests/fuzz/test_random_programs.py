@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.fuzz.draw import program
+from tests.fuzz.draw import program, watched
 from tests.fuzz.evaluate import difference, problem
 from tests.fuzz.program import Program
 from tests.support.versions import maps_custom_vjp
@@ -27,6 +27,13 @@ def test_random_programs(first):
     numbers = range(first, min(first + IN_ONE_TEST, FIRST + PROGRAMS))
     wrong = {number: found for number in numbers if (found := problem(program(number)))}
     assert not wrong, "\n".join(f"{number}: {program(number)}\n{wrong[number]}" for number in wrong)
+
+
+@pytest.mark.parametrize("first", [pytest.param(i, marks=pytest.mark.slow) if i in SLOW else i for i in PARTS])
+def test_random_programs_whose_steps_are_looked_at(first):
+    numbers = range(first, min(first + IN_ONE_TEST, FIRST + PROGRAMS))
+    wrong = {number: found for number in numbers if (found := problem(watched(number)))}
+    assert not wrong, "\n".join(f"{number}: {watched(number)}\n{wrong[number]}" for number in wrong)
 
 
 # Programs that were wrong once, each as small as it is still wrong.
