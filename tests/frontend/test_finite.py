@@ -176,9 +176,9 @@ def test_of_any_dtype_and_shape_the_element_is_right(dtype: str, shape: tuple[in
     run(3, jnp.float32(jnp.inf), "nan")
     place = f"[{', '.join(map(str, index))}]" if shape else ""
     with raises(RAISED, f"step 2 (the first is 0) made carry{place} NaN; it was 1"):
-        run(3, jnp.float32(jnp.nan), True)
+        jax.block_until_ready(run(3, jnp.float32(jnp.nan), True))
     with raises(RAISED, f"step 2 (the first is 0) made carry{place} infinite; it was 1"):
-        run(3, jnp.float32(-jnp.inf), True)
+        jax.block_until_ready(run(3, jnp.float32(-jnp.inf), True))
 
 
 def test_leaves_that_stay_and_integers_are_not_looked_at() -> None:
@@ -213,7 +213,7 @@ def test_of_a_large_array_what_a_step_writes_is_looked_at(value: float) -> None:
                                               finite=True))  # fmt: skip
     finite(9)
     with raises(RAISED, f"step 2 (the first is 0) made carry[2, 0] {'NaN' if value != value else 'infinite'}"):
-        finite(2)
+        jax.block_until_ready(finite(2))
 
 
 ZEROS = jnp.zeros((6, 2000))
@@ -228,13 +228,15 @@ def test_rows_of_buffers_and_histories_are_looked_at() -> None:
     append = jax.jit(append)
     np.testing.assert_allclose(append(xs, False)[0], [1, 0.5])
     with raises(RAISED, "step 1 (the first is 0) made carry[0] infinite, in the row that is put into it"):
-        append(xs, True)
+        jax.block_until_ready(append(xs, True))
 
     def step(state: Any, history: Any) -> Any:
         return state, jnp.log(history[-1] - 0.5)
 
     with raises(RAISED, "step 1 (the first is 0) made history"):
-        lx.rollout(step, None, 4, history=lx.History(3, like=jnp.ones(1)).push(jnp.ones(1)), finite=True)
+        jax.block_until_ready(
+            lx.rollout(step, None, 4, history=lx.History(3, like=jnp.ones(1)).push(jnp.ones(1)), finite=True)
+        )
 
 
 # ---- errors
@@ -250,9 +252,9 @@ def test_errors_name_line_step_lane_path_index_and_value() -> None:
     )
     for call in (run, jax.jit(run), jax.grad(lambda bad, x: jnp.sum(run(bad) * x), argnums=1)):
         with raises(RAISED, "loopax.while_loop at", expected):
-            call(*(jnp.int32(2), X)[: 1 + (call is not run and not hasattr(call, "lower"))])
+            jax.block_until_ready(call(*(jnp.int32(2), X)[: 1 + (call is not run and not hasattr(call, "lower"))]))
     with raises(RAISED, expected, "First at index 3 of the batch."):
-        jax.jit(jax.vmap(run))(jnp.array([9, 9, 9, 2, 1], jnp.int32))
+        jax.block_until_ready(jax.jit(jax.vmap(run))(jnp.array([9, 9, 9, 2, 1], jnp.int32)))
 
 
 def test_a_loop_in_a_loop_tells_its_step_and_the_row_of_the_other() -> None:
@@ -264,10 +266,10 @@ def test_a_loop_in_a_loop_tells_its_step_and_the_row_of_the_other() -> None:
 
     expected = "loopax.fori_loop at"
     with raises(RAISED, expected, "step 2 (the first is 0), in row 3 of the loop around it made carry[1] NaN"):
-        jax.jit(run)(2, 3)
+        jax.block_until_ready(jax.jit(run)(2, 3))
     jax.jit(run)(9, 3)
     with raises(RAISED, "in row 1 of the loop around it", "First at index 1 of the batch."):
-        jax.jit(jax.vmap(run))(jnp.array([9, 2]), jnp.array([3, 1]))
+        jax.block_until_ready(jax.jit(jax.vmap(run))(jnp.array([9, 2]), jnp.array([3, 1])))
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -388,9 +390,10 @@ def test_an_implicit_derivative_is_looked_at() -> None:
         return lx.while_loop(lambda x: jnp.abs(x * x - a) > 1e-10, new, a, derivative="implicit", finite=True)
 
     np.testing.assert_allclose(jax.jit(jax.grad(root))(2.0), 0.5 / np.sqrt(2.0), rtol=1e-6)
+    options = {"derivative": "implicit", "finite": True}
+    broken = jax.jit(lambda a: lx.while_loop(lambda x: x > -1.0, lambda x: jnp.log(a), a, **options))
     with raises(RAISED, "step 0 (the first is 0) made carry NaN"):
-        jax.jit(lambda a: lx.while_loop(lambda x: x > -1.0, lambda x: jnp.log(a), a, derivative="implicit",
-                                        finite=True))(-0.5)  # fmt: skip
+        jax.block_until_ready(broken(-0.5))
 
 
 # ---- backward
@@ -418,7 +421,7 @@ def test_the_step_whose_derivative_breaks_is_named(kind: str) -> None:
     np.testing.assert_allclose(grad(2.0, 9), 1.5**6)
     for bad in (0, 3, 5):
         with raises(RAISED, "loopax.fori_loop at", f"in reverse mode, step {bad} (the first is 0) made a cotangent"):
-            grad(2.0, bad)
+            jax.block_until_ready(grad(2.0, bad))
     lazy = jax.jit(jax.grad(lambda x, bad: kinked(x, bad, kind=kind, max_steps=6, throw=False)))
     assert lazy(2.0, 3) == jnp.inf
 
@@ -429,7 +432,7 @@ def test_the_lane_whose_derivative_breaks_is_named(lanes: str) -> None:
     n = jnp.array([6, 3, 5, 0])
     np.testing.assert_allclose(grad(2.0, jnp.array([9, 4, 8, 0]), n), 1.5 ** np.asarray(n))
     with raises(RAISED, "step 4 (the first is 0) made a cotangent", "First at index 2 of the batch."):
-        grad(2.0, jnp.array([9, 4, 4, 0]), n)
+        jax.block_until_ready(grad(2.0, jnp.array([9, 4, 4, 0]), n))
 
 
 def test_the_outermost_loop_looks_at_cotangents() -> None:
@@ -441,7 +444,7 @@ def test_the_outermost_loop_looks_at_cotangents() -> None:
         grad = jax.jit(jax.grad(partial(nested, **options)))
         np.testing.assert_allclose(grad(2.0, 9, 9), 1.5**12)
         with raises(RAISED, "in reverse mode, step 2 (the first is 0) made a cotangent"):
-            grad(2.0, 2, 1)
+            jax.block_until_ready(grad(2.0, 2, 1))
     hessian = jax.jit(jax.hessian(lambda x, bad: kinked(x, bad) ** 2))
     np.testing.assert_allclose(hessian(2.0, 9), 2 * 1.5**12)
 
@@ -452,7 +455,7 @@ def test_a_gradient_in_a_step_tells_the_row() -> None:
 
     jax.jit(train)(9)
     with raises(RAISED, "in reverse mode, step 1 (the first is 0), in row 2 of the loop around it made a cotangent"):
-        jax.jit(train)(1)
+        jax.block_until_ready(jax.jit(train)(1))
 
 
 def test_cotangents_that_are_not_finite_at_the_start_are_nobodys_fault() -> None:
@@ -482,7 +485,7 @@ def test_of_large_sums_the_factors_are_looked_at(product: Any) -> None:
     grad = jax.jit(jax.grad(value))
     grad(jnp.eye(40) / 9, 9)
     with raises(RAISED, "in reverse mode, step 3 (the first is 0) made a cotangent"):
-        grad(jnp.eye(40) / 9, 3)
+        jax.block_until_ready(grad(jnp.eye(40) / 9, 3))
 
 
 def test_cotangents_of_constants_are_looked_at() -> None:
@@ -494,7 +497,7 @@ def test_cotangents_of_constants_are_looked_at() -> None:
     table = jnp.zeros(5)
     grad(jnp.ones(2), table, 9)
     with raises(RAISED, "in reverse mode, step 3 (the first is 0) made a cotangent"):
-        grad(jnp.ones(2), table, 3)
+        jax.block_until_ready(grad(jnp.ones(2), table, 3))
 
 
 # ---- found by trying to break it
@@ -548,7 +551,7 @@ def test_cotangents_that_overflow_are_found_in_their_step() -> None:
     for n in (3, 3000):
         with raises(RAISED, "in reverse mode, step 2 (the first is 0) made a cotangent"):
             x = jnp.zeros(n, jnp.float32)
-            jax.jit(jax.grad(lambda x, w: jnp.sum(grow(x, w))))(x, jnp.float32(1e20))
+            jax.block_until_ready(jax.jit(jax.grad(lambda x, w: jnp.sum(grow(x, w))))(x, jnp.float32(1e20)))
 
 
 @pytest.mark.parametrize("size", [8, 1024])
@@ -560,7 +563,7 @@ def test_small_floats_and_mixed_dtypes(size: int) -> None:
         return {"a": c["a"].at[3].set(broken), "b": c["b"] + 1, "c": c["c"] + 1}
 
     with raises(RAISED, "step 2 (the first is 0) made carry['a'][3] NaN; it was 2 before"):
-        jax.jit(lambda carry: lx.fori_loop(0, 4, step, carry, finite=True))(carry)
+        jax.block_until_ready(jax.jit(lambda carry: lx.fori_loop(0, 4, step, carry, finite=True))(carry))
 
 
 def test_large_finite_numbers_are_finite() -> None:
