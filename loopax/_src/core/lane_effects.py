@@ -225,8 +225,9 @@ def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
 def _may_act(guard: _Guard) -> bool:
     """Whether the effects of an equation that acts are to be suppressed. A callback with results alone knows these."""
     eqn = guard.eqn
-    holds_effects = any(map(acts, inner_jaxprs(eqn)))
-    return guard.when != "effects" or (jaxi.happens(eqn.effects) and (holds_effects or not eqn.outvars))
+    if guard.when != "effects":
+        return True
+    return jaxi.happens(eqn.effects) and (not eqn.outvars or any(map(acts, inner_jaxprs(eqn))))
 
 
 @weakly_cached

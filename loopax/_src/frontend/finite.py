@@ -109,8 +109,8 @@ class Watching(NamedTuple):
         """Whether no step has broken, and the new `stop`, from the results that are looked at, and the carry."""
         given, masks, codes = iter(results), iter(allowed), []
         for leaf, _, parts, place, capacity, is_viewed in self.looks:
-            if is_viewed:
-                x, carry[leaf.start or 0] = view(carry[leaf.start or 0])
+            if is_viewed and leaf.start is not None:
+                x, carry[leaf.start] = view(carry[leaf.start])
             else:
                 x = next(given)
             written = None if parts is None else [next(given) for _ in parts]
@@ -118,9 +118,9 @@ class Watching(NamedTuple):
             if place is not None:
                 may = jnp.broadcast_to(next(given) >= capacity, x.shape)
             codes.append(first_broken(x, may, self.watched.finite, written))
-        found = jnp.stack(codes) != NONE
-        which, has_broken = jnp.argmax(found), jnp.any(found)
-        at = [row, which.astype(jnp.int32), jnp.stack(codes)[which].astype(jnp.int32)]
+        found = jnp.stack(codes)
+        which, has_broken = jnp.argmax(found != NONE), jnp.any(found != NONE)
+        at = [row, which.astype(jnp.int32), found[which].astype(jnp.int32)]
         is_first = has_broken & (stop[0] == NO_STOP[0])
         return ~has_broken, jnp.stack([jnp.where(is_first, new, stop[k]) for k, new in enumerate(at)])
 
@@ -225,7 +225,7 @@ class Broken:
         """The error of such a loop, from the arrays of its last carry."""
         before = [_element(carry[leaf.start], self.stop[2]) for leaf in self.watched.leaves if leaf.start is not None]
         dtypes = [x.dtype for x in before]
-        wide = max((dtype.itemsize for dtype in dtypes), default=4) > 4
+        wide = any(jnp.finfo(dtype).bits > 32 for dtype in dtypes)  # of a complex dtype, the bits of its parts
         dtype = jnp.dtype("float64" if wide else "float32")
         if any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes):
             dtype = jnp.dtype("complex128" if wide else "complex64")

@@ -138,11 +138,11 @@ def _walk_before_stop(loop: Loop, reports: Reports | None, low: Any, high: Any, 
 
 def _without_broken_rows(loop: Loop, low: Any, high: Any, stop: Any, results: list[Any]) -> list[Any]:
     """The results with zeros in the row that the first walk may have written beyond the second."""
+    if not loop.bound:
+        return results
     out = loop.results(results)
     row = high - 1 - out.num_steps if loop.reverse else low + out.num_steps
     has_broken = jnp.any(stop[..., 0] != NO_STOP[0])
-    if not loop.bound:
-        return results
     is_left = has_broken & (low <= row) & (row < high)
     row = jnp.clip(row, 0, loop.bound - 1)
     pairs = zip(out.ys, loop.output_avals.ys, strict=True)
