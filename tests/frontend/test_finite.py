@@ -363,7 +363,7 @@ def test_truncated_derivatives_are_those_of_the_steps_before(derivative: Any, re
 
 
 def one_by_one(derivative: Any, number: int, x: Any, rows: Any) -> Any:
-    """The same with Python's loop: so many steps."""
+    """The value by a Python loop of so many steps."""
     last, window = derivative.last, derivative.window
     for i in range(number):
         if (last and i and i == number - last) or (window and i % window == 0 and i):
