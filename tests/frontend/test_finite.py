@@ -16,6 +16,7 @@ from tests.support.limited_loops import RUN_TIME, raises
 RAISED = (*RUN_TIME, ValueError)  # the last where JAX says it of a result that it hands out
 
 X = jnp.array([0.5, 1.0, 2.0])
+QUIET: dict[str, Any] = {"finite": True, "throw": False}
 LANES = ["lockstep", "compact", "sequential", "auto"]
 KINDS = ["auto", "lax", "checkpointed", "bounded", "residuals"]
 
@@ -105,6 +106,42 @@ def test_each_lane_ends_before_its_own(loop: Any, lanes: str) -> None:
     nested = jax.vmap(jax.vmap(run))
     two = jax.jit(nested)(*(a.reshape(2, 4, *a.shape[1:]) for a in (bad, n, x)))
     np.testing.assert_array_equal(two[0].reshape(8, 3), last)
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "bounded", "residuals"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lanes", ["lockstep", lx.Compact(min_lanes=1, shrink=2)])
+def test_no_row_of_a_batch_is_beyond_what_its_lanes_take(lanes: Any, reverse: bool, kind: str) -> None:
+    """A step that all lanes break is not there for derivatives, which would have its NaN in what it multiplies."""
+
+    def rows(xs: Any, bad: Any) -> Any:
+        def step(c: Any, x: Any) -> Any:
+            i, v = c
+            v = jnp.where(i == bad, jnp.nan, jnp.sin(v))
+            return (i + 1, v), v * x
+
+        start = (jnp.int32(0), jnp.float64(0.5))
+        return lx.scan(step, start, xs, kind=kind, lanes=lanes, reverse=reverse, **QUIET)[1]
+
+    xs, of_batch = jnp.arange(1.0, 5.0), jax.vmap(jax.vmap(rows, (None, 0)), (None, 0))
+    in_batch = jax.jit(jax.grad(lambda xs, bad: jnp.sum(of_batch(xs, bad))))
+    alone = jax.jit(jax.grad(lambda xs, bad: jnp.sum(rows(xs, bad))))
+    for bad in ((0, 0), (2, 2), (0, 3), (3, 1)):
+        expected = 2 * sum(alone(xs, jnp.int32(b)) for b in bad)
+        np.testing.assert_allclose(in_batch(xs, jnp.array([bad, bad[::-1]], jnp.int32)), expected)
+
+
+def test_a_batch_of_gradients_of_a_loop_without_a_bound() -> None:
+    """No carry is saved at a row that no lane takes: the way back would begin there."""
+
+    def last(x: Any, bad: Any) -> Any:
+        body = lambda c: (c[0] + 1, broken_at(bad)(c[1], c[0]))
+        return jnp.sum(lx.while_loop(lambda c: c[0] < 6, body, (jnp.int32(0), x), **QUIET)[1] ** 2)
+
+    grads = jax.jit(jax.vmap(jax.grad(last), (0, None)))
+    for bad in (0, 2, 9):
+        found = grads(jnp.stack([X, 2 * X]), bad)
+        np.testing.assert_allclose(found, 2 * jnp.stack([X, 2 * X]) * 1.5 ** (2 * min(bad, 6)))
 
 
 def test_many_lanes_in_stages_end_before_their_own() -> None:

@@ -443,7 +443,8 @@ class Unrolled(Loops):
                 new = step(c, x if key is None else x | {"key": jax.random.fold_in(key, i)})
             changes = jax.tree.map(lambda after, before: after is not before, new, c)
             # Reading makes another version of a buffer, and a history is one.
-            changes |= {name: jax.tree.map(lambda _: True, c[name]) for name in "bh" if name in c}
+            others = ["v"] if program.finite in BROKEN else []  # which the step of a loop may break
+            changes |= {name: jax.tree.map(lambda _: True, c[name]) for name in [*"bh", *others] if name in c}
             here = jnp.arange(ROWS, dtype=jnp.int32) == i
             written = jax.tree.map(
                 lambda rows, y: jnp.where(here.reshape(-1, *[1] * y.ndim), y, rows), ys, row(new | x, self)

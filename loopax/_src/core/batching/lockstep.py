@@ -17,7 +17,7 @@ from loopax._src.core.batching.groups import run_function
 from loopax._src.core.buffer_versions import returned
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
-from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, run
+from loopax._src.core.ir.loop import NOT_STARTED, Loop, LoopInputs, LoopOutputs, Outcome, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.accumulate import summing_in_place
@@ -284,8 +284,8 @@ def _summary(loop: Loop, axis: Axis, leave: Sequence[Any], carry: Sequence[Any],
     `carry` is that of all lanes (what stands behind it is not read), and its first leaf their predicates; `row` is the
     next one, and `ahead` says which lanes have rows from there on.
     """
-    # A lane is waited for until the row of the step that breaks: a batch that runs again takes the same rows.
-    go_on = carry[0] & ahead & loop.is_before_stop(row, carry, or_at=True) if loop.predicated else ahead
+    # Lanes that are counted do so until the row of the step that breaks: a batch that walks again takes the same rows.
+    go_on = carry[0] & ahead & loop.is_before_stop(row, carry, or_at=bool(leave)) if loop.predicated else ahead
     summary = []
     if loop.predicated:
         summary.append(jnp.sum(go_on, dtype=jnp.int32) > leave[0] if leave else jnp.any(go_on))
@@ -410,9 +410,15 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
         extra = _summary(loop, axis, leave, lanes.inputs.carry, first, ahead)
     if loop.predicated:
         extra.append(fill_axis(axis, jaxi.vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
+    if (stop := loop.stop) is not None:
+        given, carry = lanes.inputs.carry[stop], list(lanes.inputs.carry)
+        carry[stop] = begun = pick(carry[0] & ahead, given, jnp.int32(NOT_STARTED))
+        lanes = lanes._replace(inputs=lanes.inputs._replace(carry=carry))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (leave, lanes.own, extra))
     batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.has_limits, avals)
     consts, carry, xs = lanes.inputs
     out = run(batch, low, high, [*leave, *lanes.own, *consts], [*extra, *carry], xs)
     extra, carry = split_list(out.carry, [len(extra)])
+    if stop is not None:
+        carry[stop] = jnp.where(begun == NOT_STARTED, given, carry[stop])
     return out._replace(carry=carry), extra[-1] if loop.predicated else None

@@ -26,6 +26,7 @@ steps before, so no derivative meets the broken one. (It runs twice: `core/lower
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import core
 
 from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
@@ -61,6 +62,7 @@ from loopax._src.jax_internals import ClosedJaxpr, dce, know_sparse, new_primiti
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
 NO_STOP = -1, 0, 0  # a `stop`, int32[3]: the row of the step that broke, and two numbers that say where in it
+NOT_STARTED = -2  # in the place of the row, while a batch runs: the lane takes no step
 
 
 class LoopInputs(NamedTuple):
@@ -107,12 +109,17 @@ class Loop(NamedTuple):
     watch: Any = None  # (results, whether it broke, step) -> results or an error: who looks at cotangents; None: nobody
 
     def is_before_stop(self, row: Any, carry: Sequence[Any], or_at: bool = False) -> Any:
-        """Whether the row of a step is before that of the one that breaks, or at it: bool[*lanes], or True."""
-        if self.stop is None or self.output_avals.carry[self.stop].ndim > 1:  # each lane of a batch looks at its own
+        """Whether the row of a step is before that of the one that breaks, or at it: bool for each lane, or True.
+
+        Where a lane is a batch itself, that of any of its own lanes.
+        """
+        if self.stop is None:
             return True
         stop = carry[self.stop][..., 0]
-        is_before = row > stop if self.reverse else row < stop
-        return (stop == NO_STOP[0]) | is_before | (or_at and row == stop)
+        is_before = (stop >= 0) & (row > stop) if self.reverse else row < stop
+        is_before |= (stop == NO_STOP[0]) | (or_at and row == stop)
+        num_own = self.output_avals.carry[self.stop].ndim - 1
+        return jnp.any(is_before, axis=tuple(range(stop.ndim - num_own, stop.ndim))) if num_own else is_before
 
     def kept(self, carry: Sequence[bool]) -> dict[str, Any]:
         """What is said of the carry by number, where only these leaves of it are kept."""

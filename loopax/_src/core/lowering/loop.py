@@ -114,7 +114,7 @@ def _walk_before_stop(loop: Loop, reports: Reports | None, low: Any, high: Any, 
     consts, carry, xs = map(list, loop.inputs(operands))
     body, stop = loop.body, loop.stop
     assert stop is not None
-    loop = loop._replace(unroll=1)
+    loop, first = loop._replace(unroll=1), high - 1 if loop.reverse else low
     if acts(body):  # Before: (row, *inputs) -> outputs. After: (row, whether they happen, *inputs) -> outputs
         happening = guarded(body, when="effects")
         avals = [body.in_avals[0], jax.ShapeDtypeStruct((), bool), *body.in_avals[1:]]
@@ -125,6 +125,7 @@ def _walk_before_stop(loop: Loop, reports: Reports | None, low: Any, high: Any, 
         _, is_first, begun, before = state
         flag = [is_first] * (loop.num_consts - len(consts))
         start = [*carry[:stop], begun, *carry[stop + 1 :]]
+        start[0] &= loop.is_before_stop(first, start)
         results = _walk(loop, reports, low, high, [*flag, *consts, *start, *xs], before, is_first)
         found = results[1 + stop]
         return is_first & jnp.any(found != begun), jnp.zeros_like(is_first), found, results
@@ -142,7 +143,7 @@ def _without_broken_rows(loop: Loop, low: Any, high: Any, stop: Any, results: li
         return results
     out = loop.results(results)
     row = high - 1 - out.num_steps if loop.reverse else low + out.num_steps
-    has_broken = jnp.any(stop[..., 0] != NO_STOP[0])
+    has_broken = jnp.any(stop[..., 0] >= 0)
     is_left = has_broken & (low <= row) & (row < high)
     row = jnp.clip(row, 0, loop.bound - 1)
     pairs = zip(out.ys, loop.output_avals.ys, strict=True)
