@@ -104,8 +104,8 @@ class Watching(NamedTuple):
         return cls(Watched(finite, tuple(look.leaf for look in looks)), looks, seen)
 
     def stop(
-        self, row: Any, allowed: Sequence[Any], carry: list[Any], results: Sequence[Any], stop: Any
-    ) -> tuple[Any, Any]:
+        self, row: Any, allowed: Sequence[Any], carry: list[Any], results: Sequence[Any], stop: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
         """Whether no step has broken, and the new `stop`, from the results that are looked at, and the carry."""
         given, masks, codes = iter(results), iter(allowed), []
         for leaf, _, parts, place, capacity, is_viewed in self.looks:
@@ -118,11 +118,16 @@ class Watching(NamedTuple):
             if place is not None:
                 may = jnp.broadcast_to(next(given) >= capacity, x.shape)
             codes.append(first_broken(x, may, self.watched.finite, written))
-        found = jnp.stack(codes)
-        which, has_broken = jnp.argmax(found != NONE), jnp.any(found != NONE)
-        at = [row, which.astype(jnp.int32), found[which].astype(jnp.int32)]
-        is_first = has_broken & (stop[0] == NO_STOP[0])
-        return ~has_broken, jnp.stack([jnp.where(is_first, new, stop[k]) for k, new in enumerate(at)])
+        which, code = jnp.int32(0), codes[-1]  # those of the first that breaks
+        for found in codes[-2::-1]:
+            which, code = jnp.where(found != NONE, 0, which + 1), jnp.where(found != NONE, found, code)
+        # By choices, each of which needs the one before: XLA makes one kernel of them.
+        has_broken, new = code != NONE, []
+        changes = has_broken & (stop[0] == NO_STOP[0])
+        for number, old in zip((row, which, code.astype(jnp.int32)), stop, strict=True):
+            new.append(jnp.where(changes, number, old))
+            changes = new[-1] != old
+        return ~(has_broken | changes), new
 
 
 def _of_carry(program: ClosedJaxpr, first: tuple[int, int], carry: Spec) -> Iterator[_Look]:
@@ -202,7 +207,7 @@ class Broken:
     """How a loop ended that looks at its steps: before one that broke, or not."""
 
     watched: Watched
-    stop: Any  # int32[3]
+    stop: Sequence[Any]  # as `NO_STOP`
     num_steps: Any
 
     @property

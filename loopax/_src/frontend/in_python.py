@@ -43,7 +43,7 @@ class PythonSteps:
     found: Findings | None = None  # of all of them; None: there is none
     begun: Sequence[Any] = ()  # the first carry
     watched: Watched | None = None  # what has been looked at; None: nothing, or no step has been taken
-    stop: Any = field(default_factory=lambda: jnp.array(NO_STOP, jnp.int32))
+    stop: Sequence[Any] = NO_STOP
 
     @property
     def rest(self) -> Extent:
@@ -99,7 +99,7 @@ class PythonSteps:
                 return False
             self.watched, broken = watched, [k for k, code in enumerate(found) if code != NONE]
             if broken:
-                self.is_over, self.stop = True, jnp.stack([row, broken[0], codes[broken[0]].astype(jnp.int32)])
+                self.is_over, self.stop = True, [row, broken[0], codes[broken[0]].astype(jnp.int32)]
                 return False
         self.add(taken, spec)
         return True

@@ -73,7 +73,7 @@ class _ArrayResults:
     checks: Sequence[Check] = ()
     key_use: KeyUse | None = None
     watched: Watched | None = None
-    stop: Any = None  # of a loop that is watched
+    stop: Sequence[Any] = ()  # of a loop that is watched
 
 
 # Compiled, so that the numbers are no arguments that are moved to the device.
@@ -187,7 +187,7 @@ class UserLoop:
             bound=extent.bound,
             reverse=extent.reverse,
             predicated=is_predicated,
-            stop=num_carry - 1 if num_stop else None,
+            stop=num_carry - num_stop if num_stop else None,
             watch=watch,
             unroll=extent.unroll,
             kind=self.kind,
@@ -234,9 +234,7 @@ class UserLoop:
             refs.overwrite(reference, value)
         carry, go = restore_weak(carry, traced.carry_avals), go[0] if goes_on is not None else None
         found, checks = traced.found, traced.flags.checks(flags)
-        return _ArrayResults(
-            out.num_steps, go, carry, spec, out.ys, found, checks, traced.key_use, watched, stop[0] if stop else None
-        )
+        return _ArrayResults(out.num_steps, go, carry, spec, out.ys, found, checks, traced.key_use, watched, stop)
 
     def _as_pytrees(self, ended: _ArrayResults) -> LoopResults:
         """The results as pytrees."""
@@ -336,8 +334,8 @@ class _LoopProgram:
             go = jaxpr_as_fun(self.first)(*go, *consts[len(consts) - self.num_extras :], *carry)
         if self.watched is not None:
             go = go or [low < high]
-            consts = [*consts, *map(self.watched.allowed, starts), low if loop.reverse else high - 1]
-            stop = [jaxi.vary_like(jnp.array(NO_STOP, jnp.int32), loop.body.out_avals[loop.num_carry - 1])]
+            consts = [*consts, *map(self.watched.allowed, starts), low + 1 if loop.reverse else high]
+            stop = [jaxi.vary_like(jnp.int32(x), loop.body.out_avals[loop.stops[0]]) for x in NO_STOP]
         if loop.predicated:
             go = [jaxi.vary_like(go[0], loop.body.out_avals[0])]
         first_flag = len(go) + self.num_arrays

@@ -19,6 +19,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained
 from loopax._src.core.finite import Finite
 from loopax._src.core.ir.annotations import without_effects
+from loopax._src.core.ir.loop import NO_STOP
 from loopax._src.core.jaxpr.util import INDEX, merge_lists, reject, select, split_list, take_out_places, trace
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.finite import Watched, Watching
@@ -98,8 +99,8 @@ FirstCondition = Callable[[Sequence[Any], Any], Any]
 class Traced:
     """A traced step."""
 
-    # (row, *closed over, *extras, *allowed, [length], [goes on], *carry, *flags, *refs, [stop], *x)
-    # -> ([goes on], *carry, *flags, *refs, [stop], *y, *row of the tape)
+    # (row, *closed over, *extras, *allowed, [length], [goes on], *carry, *flags, *refs, *stop, *x)
+    # -> ([goes on], *carry, *flags, *refs, *stop, *y, *row of the tape)
     body: ClosedJaxpr
     # With the inputs of the body and a row of the tape, and its carry: `core/ir/kind.py`
     inverse: ClosedJaxpr | None
@@ -119,7 +120,7 @@ class Traced:
     @property
     def num_watch(self) -> tuple[int, int]:
         """How many more constants and leaves of the carry there are for what is watched."""
-        return (0, 0) if self.watched is None else (len(self.watched.starts) + 1, 1)
+        return (0, 0) if self.watched is None else (len(self.watched.starts) + 1, len(NO_STOP))
 
 
 def trace_step(step: Step, extras: Sequence[Any], init: Any, goes_on: FirstCondition | None) -> Traced:
@@ -297,8 +298,8 @@ def _trace_now(
     constants, references = reject(is_mutable, avals), select(is_mutable, avals)
     may_be_broken = [f"finite= of {name}" for name in (watch.watched.names_of_starts if watch else ())]
     allowed = [_like(spec.avals[i], jnp.bool_) for i in (watch.watched.starts if watch else ())]
-    length, stop = ([INDEX], [jax.ShapeDtypeStruct((3,), jnp.int32)]) if watch else ([], [])
-    num_go = max(num_conds, len(stop))
+    length, stop = ([INDEX], [INDEX] * len(NO_STOP)) if watch else ([], [])
+    num_go = max(num_conds, len(length))
     own_sizes = [len(constants), len(extras), len(allowed), len(length)]
     sizes = [*own_sizes, num_go, num_carry, num_flags, len(references), len(stop)]
 
@@ -310,8 +311,8 @@ def _trace_now(
         )
         ys, values = split_list(results, [len(results) - len(references)])
         if watch:
-            is_whole, stop[0] = watch.stop(row, may, new, seen, stop[0])
-            go = [is_whole & (go[0] if go else row != end[0])]
+            is_whole, stop = watch.stop(row, may, new, seen, stop)
+            go = [is_whole & (go[0] if go else row + 1 != end[0])]  # computed in any case, for the next row
         return [strongly_typed(x) for x in (*go, *new, *flags.after(old_flags, new_flags), *values, *stop, *ys)]
 
     flag_avals = open_body.out_avals[num_conds + num_carry :][:num_flags]

@@ -117,7 +117,7 @@ def _first_step(call: LoopCall) -> Difference:
         go_on = [jnp.zeros_like(leaf) for leaf in after[: int(loop.predicated)]]
         found = largest_difference(*([leaves[i] for i in compared] for leaves in (carry, before, after)))
         if loop.stop is not None:  # a step that breaks is not undone
-            found = Difference(*(jnp.where(after[loop.stop][0] == NO_STOP[0], x, 0) for x in found))
+            found = Difference(*(jnp.where(after[loop.stop] == NO_STOP[0], x, 0) for x in found))
         return [*go_on, *after[len(go_on) :], *found]
 
     numbers = Difference(jnp.float32(0), jnp.float32(0))

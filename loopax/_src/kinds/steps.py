@@ -145,8 +145,8 @@ def _with_number(
         out = function(row(number, step), *inputs)
         if stop is not None:  # it has the row of the loop, which is the step
             before = inputs[carry[stop] - 1]
-            breaks = (before[0] == NO_STOP[0]) & (out[stop][0] != NO_STOP[0])
-            out[stop] = jnp.where(breaks, out[stop].at[0].set(step), before)
+            breaks = (before == NO_STOP[0]) & (out[stop] != NO_STOP[0])
+            out[stop] = jnp.where(breaks, step, before)
         return out
 
     return trace(with_number, [INDEX, *body.in_avals])
@@ -180,9 +180,9 @@ def in_windows(steps: NumberedSteps, size: int, of_windows: Kind, of_steps: Kind
         these = LoopOperands(jnp.int32(0), jnp.minimum(high - first, size), consts, carry, xs)
         out = steps.part(first, these, size, of_steps, is_fixed)
         if loop.stop is not None:
-            out.carry[0] &= out.carry[loop.stop][0] == NO_STOP[0]
+            out.carry[0] &= out.carry[loop.stop] == NO_STOP[0]
             # A window whose first step breaks takes none, and cuts nothing.
-            for k in set(range(1, loop.num_carry)) - {loop.stop}:
+            for k in set(range(1, loop.num_carry)) - set(loop.stops):
                 out.carry[k] = jaxi.where(out.num_steps == 0, before[k], out.carry[k])
         return [*out.carry, num_steps + out.num_steps, *out.ys]
 

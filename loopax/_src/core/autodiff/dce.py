@@ -100,7 +100,7 @@ def loop_dce(used: list[bool], *rest: Any) -> Any:
     wanted = either(carry, saved_mask)
     if loop.predicated:
         wanted = (True, *wanted[1:])
-    wanted = tuple(keep or place in (loop.active_count_index, loop.stop) for place, keep in enumerate(wanted))
+    wanted = tuple(keep or place in loop.always_carried for place, keep in enumerate(wanted))
     body, inputs = prune(loop, loop.body, LoopOutputs(wanted, tuple(ys)))
     kept = inputs.carry
     saving = loop.saving if any(saved) or any(checkpoint_rows) else None

@@ -341,8 +341,8 @@ def run_known(
     """
     known = reject_each(parts.unknown, inputs)
     out = run(parts.known, low, high, *known)
-    if (stop := parts.known.stop) is not None:  # the same steps again, in each lane
-        known = known._replace(carry=[*known.carry[:stop], out.carry[stop], *known.carry[stop + 1 :]])
+    stops = parts.known.stops  # the same steps again, in each lane
+    known = known._replace(carry=[out.carry[i] if i in stops else x for i, x in enumerate(known.carry)])
     ys, residual_rows = out.ys[: parts.num_known_ys], out.ys[parts.num_known_ys :]
     # Of each leaf of the known carry: its saved rows, if the known loop saves it.
     rows_of_saved = iter(out.saved)

@@ -398,7 +398,9 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
 
     Lanes with a predicate stop when no more than `leave` of them go on, if that is given: int32.
     """
-    extra, own_start = [], int(loop.reverse)
+    consts, carry, xs = lanes.inputs
+    extra, begun, own_start = [], [], int(loop.reverse)
+    stops = [carry[i] for i in loop.stops[:1]]  # where each lane ends, if it ends before a step
     if loop.predicated and loop.inverse is not None and not lanes.has_limits[own_start]:
         # The inverse counts the steps of a lane from its first row, which is then its own: `low`, or `high` in reverse.
         has_limits = tuple(own or place == own_start for place, own in enumerate(lanes.has_limits))
@@ -407,18 +409,15 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
     if loop.predicated or loop.reporting is not None:
         first = high - 1 if loop.reverse else low
         ahead = goes_on(first, lanes.own, lanes.has_limits, loop.reverse)
-        extra = _summary(loop, axis, leave, lanes.inputs.carry, first, ahead)
+        extra = _summary(loop, axis, leave, carry, first, ahead)
+        begun = [pick(carry[0] & ahead, stop, jnp.int32(NOT_STARTED)) for stop in stops]
     if loop.predicated:
         extra.append(fill_axis(axis, jaxi.vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
-    if (stop := loop.stop) is not None:
-        given, carry = lanes.inputs.carry[stop], list(lanes.inputs.carry)
-        carry[stop] = begun = pick(carry[0] & ahead, given, jnp.int32(NOT_STARTED))
-        lanes = lanes._replace(inputs=lanes.inputs._replace(carry=carry))
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (leave, lanes.own, extra))
     batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.has_limits, avals)
-    consts, carry, xs = lanes.inputs
+    carry = [begun[0] if i in loop.stops[:1] else x for i, x in enumerate(carry)]
     out = run(batch, low, high, [*leave, *lanes.own, *consts], [*extra, *carry], xs)
     extra, carry = split_list(out.carry, [len(extra)])
-    if stop is not None:
-        carry[stop] = jnp.where(begun == NOT_STARTED, given, carry[stop])
+    for i, old, new in zip(loop.stops, stops, begun, strict=False):
+        carry[i] = jnp.where(new == NOT_STARTED, old, carry[i])
     return out._replace(carry=carry), extra[-1] if loop.predicated else None

@@ -17,9 +17,9 @@ from which reverse mode recomputes the others. `checkpoint_rows` are the rows of
 
 A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 
-A loop may end before a step that *breaks* (`core/finite.py`). One leaf of its carry, its `stop`, says which step that
-is: `NO_STOP` at the start. A step that breaks returns the leaf with its row, and False as its condition. The loop then
-ends before this step, as if it had known the row from the start, and the leaf says so: the results are those of the
+A loop may end before a step that *breaks* (`core/finite.py`). Three leaves of its carry, its `stop`, say which step
+that is: `NO_STOP` at the start. A step that breaks returns them with its row, and False as its condition. The loop then
+ends before this step, as if it had known the row from the start, and the leaves say so: the results are those of the
 steps before, so no derivative meets the broken one. (It runs twice: `core/lowering/loop.py`.)
 """
 
@@ -61,7 +61,7 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.jax_internals import ClosedJaxpr, dce, know_sparse, new_primitive, replace_jaxpr, with_varying_axes
 
 EMPTY_SLOT = -1  # in `checkpoint_rows`: nothing was saved there
-NO_STOP = -1, 0, 0  # a `stop`, int32[3]: the row of the step that broke, and two numbers that say where in it
+NO_STOP = -1, -1, -1  # a `stop`: the row of the step that broke, and where in it; each is int32[*lanes]
 NOT_STARTED = -2  # in the place of the row, while a batch runs: the lane takes no step
 
 
@@ -105,7 +105,7 @@ class Loop(NamedTuple):
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
     inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`core/ir/kind.py`)
     may_discard: bool = False  # the one step of a loop is computed in any case, and dropped if it is not taken
-    stop: int | None = None  # which leaf of the carry is its `stop`, int32[*lanes, 3]; None: no step breaks
+    stop: int | None = None  # where the three leaves of its `stop` begin in the carry; None: no step breaks
     watch: Any = None  # (results, whether it broke, step) -> results or an error: who looks at cotangents; None: nobody
 
     def is_before_stop(self, row: Any, carry: Sequence[Any], or_at: bool = False) -> Any:
@@ -115,16 +115,27 @@ class Loop(NamedTuple):
         """
         if self.stop is None:
             return True
-        stop = carry[self.stop][..., 0]
+        stop = carry[self.stop]
         is_before = (stop >= 0) & (row > stop) if self.reverse else row < stop
         is_before |= (stop == NO_STOP[0]) | (or_at and row == stop)
-        num_own = self.output_avals.carry[self.stop].ndim - 1
+        num_own = self.output_avals.carry[self.stop].ndim
         return jnp.any(is_before, axis=tuple(range(stop.ndim - num_own, stop.ndim))) if num_own else is_before
 
     def kept(self, carry: Sequence[bool]) -> dict[str, Any]:
         """What is said of the carry by number, where only these leaves of it are kept."""
         saved = tuple(select(carry, self.saved)) if self.saved else ()
         return {"num_carry": sum(carry), "saved": saved, "stop": self.stop and sum(carry[: self.stop])}
+
+    @property
+    def stops(self) -> range:
+        """Which leaves of the carry are its `stop`."""
+        return range(0) if self.stop is None else range(self.stop, self.stop + len(NO_STOP))
+
+    @property
+    def always_carried(self) -> list[int]:
+        """Which leaves of the carry a loop keeps for itself, whoever else needs them."""
+        counts = [] if self.active_count_index is None else [self.active_count_index]
+        return [*counts, *self.stops]
 
     @property
     def active_count_index(self) -> int | None:
@@ -301,9 +312,8 @@ def unchanged(loop: Loop) -> Mask:
     same = [a is b and not saved for a, b, saved in zip(inputs, outputs, loop.saved_mask, strict=True)]
     if loop.predicated:
         same[0] = False
-    for i in (loop.active_count_index, loop.stop):
-        if i is not None:
-            same[i] = False
+    for i in loop.always_carried:
+        same[i] = False
     return tuple(same)
 
 

@@ -17,7 +17,7 @@ from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, trace
 from loopax._src.core.lane_effects import acts, guarded
 from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, read, write
 from loopax._src.core.masking import common_rows
-from loopax._src.jax_internals import unwritten, vary_like, where, zeros
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, unwritten, vary_like, where, zeros
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
 
@@ -120,21 +120,43 @@ def _walk_before_stop(loop: Loop, reports: Reports | None, low: Any, high: Any, 
         avals = [body.in_avals[0], jax.ShapeDtypeStruct((), bool), *body.in_avals[1:]]
         body = trace(lambda row, is_first, *inputs: happening(is_first, row, *inputs), avals)
         loop = loop._replace(body=body, num_consts=loop.num_consts + 1)
+    is_alone = carry[stop].ndim == 0  # in a batch, each lane ends before its own
+    has_end = loop.bound is not None or loop.saving is not None
+    if is_alone and not has_end:
+        loop = loop._replace(body=_ending_before_stop(loop))
 
     def turn(state: tuple[Any, ...]) -> tuple[Any, ...]:
         _, is_first, begun, before = state
         flag = [is_first] * (loop.num_consts - len(consts))
-        start = [*carry[:stop], begun, *carry[stop + 1 :]]
+        start = [*carry[:stop], *begun, *carry[stop + len(begun) :]]
         start[0] &= loop.is_before_stop(first, start)
-        results = _walk(loop, reports, low, high, [*flag, *consts, *start, *xs], before, is_first)
-        found = results[1 + stop]
-        return is_first & jnp.any(found != begun), jnp.zeros_like(is_first), found, results
+        limits = _before_stop(loop, begun[0], low, high) if is_alone and has_end else (low, high)
+        results = _walk(loop, reports, *limits, [*flag, *consts, *start, *xs], before, is_first)
+        found = [results[1 + i] for i in loop.stops]
+        return is_first & jnp.any(found[0] != begun[0]), jnp.zeros_like(is_first), found, results
 
     yes, none = vary_like(jnp.ones((), bool), jax.typeof(carry[stop])), result_avals(loop)
     room = [zeros(none.num_steps), *carry, *map(unwritten, (*none.ys, *none.saved)), *map(zeros, none.checkpoint_rows)]
-    state = lax.while_loop(lambda state: state[0], turn, (yes, yes, carry[stop], room))
+    state = lax.while_loop(lambda state: state[0], turn, (yes, yes, [carry[i] for i in loop.stops], room))
     _, _, found, results = state
-    return _without_broken_rows(loop, low, high, found, results)
+    return _without_broken_rows(loop, low, high, found[0], results)
+
+
+def _ending_before_stop(loop: Loop) -> ClosedJaxpr:
+    """The body of a loop without an end, whose condition ends it: it reads the `stop` in its carry."""
+    function, stop, walk = jaxpr_as_fun(loop.body), loop.carry_range[loop.stops[0]], RowLoop(False, limited=False)
+
+    def body(*inputs: Any) -> list[Any]:
+        go, *out = function(*inputs)
+        return [go & (walk.following(inputs[0]) != inputs[stop]), *out]
+
+    return trace(body, loop.body.in_avals)
+
+
+def _before_stop(loop: Loop, stop: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """The limits of a loop that ends before this row, if it has one."""
+    has_stop = stop != NO_STOP[0]
+    return (jnp.where(has_stop, stop + 1, low), high) if loop.reverse else (low, jnp.where(has_stop, stop, high))
 
 
 def _without_broken_rows(loop: Loop, low: Any, high: Any, stop: Any, results: list[Any]) -> list[Any]:
@@ -143,7 +165,7 @@ def _without_broken_rows(loop: Loop, low: Any, high: Any, stop: Any, results: li
         return results
     out = loop.results(results)
     row = high - 1 - out.num_steps if loop.reverse else low + out.num_steps
-    has_broken = jnp.any(stop[..., 0] >= 0)
+    has_broken = jnp.any(stop >= 0)
     is_left = has_broken & (low <= row) & (row < high)
     row = jnp.clip(row, 0, loop.bound - 1)
     pairs = zip(out.ys, loop.output_avals.ys, strict=True)
@@ -190,9 +212,6 @@ def _walk(
         never = MOST_STEPS if (walk.limited or loop.saving) and not loop.reverse else NEVER
         state = state._replace(due=due if is_first is True else jnp.where(is_first, due, never))
     end = low - 1 if loop.reverse else high
-    if loop.stop is not None and carry[loop.stop].ndim == 1:  # in a batch, each lane ends before its own
-        stop, walk = carry[loop.stop][0], walk._replace(ends=True)
-        end = jnp.where(stop == NO_STOP[0], end if walk.limited or loop.saving else NEVER, stop)
     if loop.saving:
         state, saved = run_saving(loop.saving, loop, walk, steps, state, end, room.saved)
     elif loop.bound == 1:

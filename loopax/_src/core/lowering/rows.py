@@ -182,7 +182,6 @@ class RowLoop(NamedTuple):
     predicated: bool = False
     limited: bool = True  # False: only the predicate stops it, and the position has no meaning
     watch: "Watch | None" = None  # how the loop reports; None: it does not
-    ends: bool = False  # one without a limit ends at a position all the same; NEVER: it does not
 
     def first(self, low: Any, high: Any) -> Any:
         """The row of the first step."""
@@ -191,6 +190,10 @@ class RowLoop(NamedTuple):
     def advance(self, position: Any, steps: Any) -> Any:
         """The position so many steps on."""
         return position - steps if self.reverse else position + steps
+
+    def following(self, position: Any) -> Any:
+        """The position of the next step; without a limit, it stays at the largest in the end."""
+        return self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
 
     def distance(self, start: Any, position: Any) -> Any:
         """Steps from one position to another."""
@@ -208,8 +211,6 @@ class RowLoop(NamedTuple):
         def until_due(state: LoopState) -> LoopState:
             due = watch.next_due(self, state)
             stop = nearer(due, end) if self.limited else due
-            if self.ends and not self.limited:
-                stop = jnp.where(due.astype(jnp.uint32) < end.astype(jnp.uint32), due, end)  # NEVER is the last
             return self._run(steps, state._replace(due=None), stop)._replace(due=due)
 
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
@@ -269,8 +270,7 @@ class RowLoop(NamedTuple):
             if self.limited:
                 return state.carry[0] & enough
             # The position stays at the largest in the end, where nothing is reported any more.
-            may_end = self.ends or self.watch is not None
-            return state.carry[0] & (state.position != end) if may_end else state.carry[0]
+            return state.carry[0] & (state.position != end) if self.watch is not None else state.carry[0]
 
         return goes_on
 
@@ -284,7 +284,7 @@ class RowLoop(NamedTuple):
                 carry, y = steps.take(body.run, row, position, carry)
                 row = row if steps.written is None else steps.written(position)
                 buffers = [write(buffer, row, value) for buffer, value in zip(buffers, y, strict=True)]
-                position = self.advance(position, 1 if self.limited else (position < MOST_STEPS).astype(jnp.int32))
+                position = self.following(position)
             return LoopState(carry, buffers, position)
 
         return several
