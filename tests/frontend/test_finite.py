@@ -181,6 +181,66 @@ def test_rows_before_the_step_are_kept(reverse: bool, unroll: int) -> None:
         np.testing.assert_allclose(rows[i], alone)
 
 
+# ---- lanes that are at steps of their own
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_items_end_before_their_own(loop: Any) -> None:
+    bad, x = jnp.array([0, 2, 9, 5, 1, 3], jnp.int32), jnp.arange(1.0, 19.0).reshape(6, 3)
+    options = {"max_steps": 8} if loop is not scan else {}
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        return lx.lanes_map(lambda of: loop(*of, **options), (bad, x), num_lanes=2)
+
+    last, info = run(x)
+    steps = np.minimum(bad, 6)
+    np.testing.assert_allclose(last, x * 1.5 ** steps[:, None])
+    np.testing.assert_array_equal(info.num_steps, steps)
+    np.testing.assert_array_equal(info.broken_step, np.where(bad < 6, bad, -1))
+    assert not np.any(info.limit_reached)
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(run(x)[0] ** 2))(x), 2 * x * 1.5 ** (2 * steps[:, None]))
+    with pytest.raises(RAISED, match=r"step 2 \(the first is 0\) made carry.*\[1\] NaN; it was 11.25 before"):
+        jax.block_until_ready(lx.lanes_map(lambda x: loop(2, x, throw=True), x[1:2], num_lanes=1))
+
+
+def test_an_item_of_a_stream_says_which_step_broke() -> None:
+    items = [(jnp.int32(bad), X) for bad in (9, 2, 4)]
+    stream = lx.lanes_stream(
+        lambda of: fori(*of, throw=True)[0], items, num_lanes=2, throw=False, info=True, ordered=True
+    )
+    found = [(result, info) for _, (result, info) in stream]
+    np.testing.assert_allclose([last for last, _ in found], [X * 1.5**steps for steps in (6, 2, 4)])
+    assert [info.num_steps for _, info in found] == [6, 2, 4]
+    assert found[0][1].error is None
+    assert "step 4 (the first is 0) made carry[1] NaN; it was 5.0625 before" in str(found[2][1].error)
+
+
+@pytest.mark.parametrize("looks", ["inner", "outer"])
+def test_free_lanes_end_before_their_own(looks: str) -> None:
+    """Of the inner loop, one step of an outer step breaks; of the outer one, what stands after the inner loop."""
+
+    def nested(bad: Any, x: Any, n: Any, lanes: Any) -> Any:
+        quiet: dict[str, Any] = {**QUIET, "info": True}
+
+        def outer(i: Any, c: Any) -> Any:
+            step = lambda j, x: broken_at(bad if looks == "inner" else -1)(x, 10 * i + j)
+            x, broken = lx.fori_loop(0, i % 3 + 1, step, c[0], max_steps=4, **quiet)
+            return broken_at(bad if looks == "outer" else -1)(x / 1.5, i), c[1] + broken.broken_step
+
+        return lx.fori_loop(0, n, outer, (x, jnp.int32(0)), max_steps=6, lanes=lanes, **quiet)
+
+    bad = jnp.array([11, 20, 0, 99] if looks == "inner" else [1, 2, 0, 99], jnp.int32)
+    x, n = jnp.arange(1.0, 13.0).reshape(4, 3), jnp.array([5, 3, 2, 4], jnp.int32)
+    results = {}
+    for lanes in ("lockstep", "free"):
+        run = jax.vmap(partial(nested, lanes=lanes))
+        found = jax.jit(run)(bad, x, n)
+        grad = jax.jit(jax.grad(lambda x, run=run: jnp.sum(run(bad, x, n)[0][0] ** 2)))(x)
+        results[lanes] = found, grad
+    jax.tree.map(np.testing.assert_allclose, results["free"], results["lockstep"])
+
+
 # ---- what breaks
 
 
@@ -315,8 +375,6 @@ def test_bad_arguments_are_refused() -> None:
             lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="finite"):
         jax.jit(lambda flag: lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=flag))(True)
-    with pytest.raises(NotImplementedError, match="lanes='free'"):
-        lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=True, lanes="free")
 
 
 # ---- transformations
@@ -550,12 +608,9 @@ def test_no_step_follows_one_that_breaks(unroll: int) -> None:
     np.testing.assert_array_equal(ys, np.zeros(6))
 
 
-def test_loops_that_are_taken_apart_are_refused() -> None:
-    inner = lambda x: fori(2, x)[0]
-    with pytest.raises(NotImplementedError, match="a loop with finite= stands in"):
-        lx.lanes_map(inner, jnp.ones((4, 3)), num_lanes=2)
-    with pytest.raises(NotImplementedError, match="a loop with finite= stands in"):
-        lx.fori_loop(0, 3, lambda i, x: inner(x), X, lanes="free")
+def test_a_loop_without_numbers_that_could_break_says_that_none_did() -> None:
+    _, info = lx.fori_loop(0, 3, lambda i, n: n + i, jnp.int32(0), finite=True, info=True)
+    assert info[2:] == (False, -1, -1)
 
 
 def in_a_loop(f: Any) -> Any:

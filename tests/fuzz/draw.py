@@ -82,8 +82,7 @@ def watched(number: int) -> Program:
     # `rewrite_loops` raises where a step breaks, and what lanes see of one that has broken may break them.
     no_break = plain.rewritten or MIXES_LANES & {*plain.body}
     planted = random.choice(["nan", "nan", "inf", "watched"])
-    lanes = "lockstep" if plain.lanes == "free" else plain.lanes  # nobody looks at the steps of free lanes
-    return replace(plain, finite="watched" if no_break else planted, lanes=lanes)
+    return replace(plain, finite="watched" if no_break else planted)
 
 
 def _features(random: Random, rewritten: bool) -> str:

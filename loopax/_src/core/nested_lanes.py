@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.ir.kind import Decided
-from loopax._src.core.ir.loop import Loop, Outcome, asked_as, loop_p, run
+from loopax._src.core.ir.loop import NO_STOP, NOT_STARTED, Loop, Outcome, asked_as, loop_p, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.types import trace_carrying
 from loopax._src.core.jaxpr.util import (
@@ -73,9 +73,9 @@ class SplitProgram(NamedTuple):
     def goes_on(self, at: LaneState) -> Any:
         """Whether a lane takes a step."""
         if self.loop.bound is None and self.loop.predicated:
-            return at.carry[0]
+            return _may_go_on(self.loop, at.carry)
         ahead = at.row > at.end if self.loop.reverse else at.row < at.end
-        return ahead & at.carry[0] if self.loop.predicated else ahead
+        return ahead & _may_go_on(self.loop, at.carry) if self.loop.predicated else ahead
 
     def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
         """What stands before the loop, where it is needed."""
@@ -145,12 +145,6 @@ def split_at_loop(program: ClosedJaxpr, holds: str, otherwise: str) -> SplitProg
             "It is taken apart there, step by step, and cannot show how far it is. Leave its progress= out; a loop "
             "with lanes='free' can show its own."
         )
-    if loop.stop is not None:
-        raise NotImplementedError(
-            "a loop with finite= stands in the body of a loop with lanes='free', or in the function of `lanes_map` or "
-            "of a stream. It is taken apart there, and its steps are not looked at. Leave finite= out, or map the "
-            "function with `jax.vmap` and lanes='lockstep' or 'compact'."
-        )
     if loop.inverse is not None:
         raise NotImplementedError(f"a loop inside of another, of which one is made (lanes='free') {_TAKES_NO_INVERSE}")
     # Before: the equations in their order -> After: those that do not need the loop's results, and those that do
@@ -183,14 +177,44 @@ def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
     return program if has_loop else None
 
 
+def _may_go_on(loop: Loop, carry: Sequence[Any]) -> Any:
+    """Whether a loop goes on by its predicate, and no step has broken (in each of its own lanes, if it is a batch)."""
+    return carry[0] if loop.stop is None else carry[0] & jnp.any(carry[loop.stop] == NO_STOP[0])
+
+
 def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
     """`function(*values)` where it is needed, else the values as they are: a loop of one step or none."""
+    return _one_step(needed, function, values).carry[1:]
+
+
+def _one_step(
+    needed: Any, function: Callable[..., list[Any]], values: Sequence[Any], stop: int | None = None
+) -> Outcome:
+    """Such a loop; `stop`: where the `stop` of its step is among the values."""
 
     def once(_: Any, __: Any, *values: Any) -> list[Any]:
         return [jnp.zeros((), bool), *function(*values)]
 
-    kind = Decided(EveryResidual(reason="one step or none"))
-    return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind).carry[1:]
+    kind, stop = Decided(EveryResidual(reason="one step or none")), None if stop is None else 1 + stop
+    return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind, stop=stop)
+
+
+def _step_that_may_break(
+    needed: Any, step: Callable[..., list[Any]], values: list[Any], stop: int, row: Any
+) -> tuple[Any, list[Any]]:
+    """Whether a step was needed and did not break, and its results: else the values, and in their `stop` this row."""
+
+    def numbered(*values: Any) -> list[Any]:
+        results = step(*values)
+        results[stop] = jnp.where(results[stop] == values[stop], values[stop], 0)  # the row of the only step
+        return results
+
+    before = values[stop]
+    begun = jnp.where(before == NO_STOP[0], before, NOT_STARTED)  # what has broken takes no step
+    out = _one_step(needed, numbered, [*values[:stop], begun, *values[stop + 1 :]], stop)
+    results = out.carry[1:]
+    results[stop] = jnp.where(results[stop] == 0, row, before)
+    return out.num_steps > 0, results
 
 
 def after_step(loop: Loop, at: Any, needed: Any, counts: Any, step: Callable[..., list[Any]]) -> Any:
@@ -198,7 +222,12 @@ def after_step(loop: Loop, at: Any, needed: Any, counts: Any, step: Callable[...
 
     `step(*carry, *zeros) -> (*carry, *y)`, with zeros in the place of each y.
     """
-    results = at_most_once(needed, step, [*at.carry, *map(jaxi.zeros, loop.output_avals.ys)])
+    values = [*at.carry, *map(jaxi.zeros, loop.output_avals.ys)]
+    if loop.stop is None:
+        results = at_most_once(needed, step, values)
+    else:
+        needed, results = _step_that_may_break(needed, step, values, loop.stop, at.row)
+        counts &= needed
     (carry, values), ys = loop.outputs(results), []
     for y, value in zip(at.ys, values, strict=True):
         if (rows := y.shape[0]) > FEW_ROWS:
@@ -243,7 +272,7 @@ class Machine(NamedTuple):
     def goes_on(self, row: Any, carry: Sequence[Any]) -> Any:
         """Whether a lane takes an outer step at this row."""
         ahead = (self.low <= row) & (row < self.high)
-        return ahead & carry[0] if self.loop.predicated else ahead
+        return ahead & _may_go_on(self.loop, carry) if self.loop.predicated else ahead
 
     def step(self, state: NestedState) -> NestedState:
         """Begin an outer step, take an inner step, end the outer one: whatever the lane is at."""
@@ -287,6 +316,7 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
         **asked_as(loop),
         reporting=loop.reporting,
         debug_info=loop.debug_info,
+        watch=loop.watch and loop.watch.of_part(),
     )
 
 

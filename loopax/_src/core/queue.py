@@ -119,7 +119,8 @@ def run_queue(
         return [*stepped.carry[1:], finished, *outputs]
 
     kind = Decided(Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items"))
-    out = run_function(one_round, start, rows, bound=rounds, kind=kind)
+    watch = split.loop.watch and split.loop.watch.of_part()
+    out = run_function(one_round, start, rows, bound=rounds, kind=kind, watch=watch)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
     return [take(y, 0, order) for y in outputs]

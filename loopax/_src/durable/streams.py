@@ -241,10 +241,9 @@ class _StreamRun:
         finished = self._lanes.look(start_next, _PATIENCE)
         if finished is None:
             return False
-        failed = [error >= 0 for error in finished.errors]
+        failed = [error is not None for error in finished.errors]
         if self._throw and any(failed):
-            at = failed.index(True)
-            raise eqx.EquinoxRuntimeError(self._lanes.message(finished.indices[at], finished.errors[at]))
+            raise eqx.EquinoxRuntimeError(finished.errors[failed.index(True)])
         if finished.indices:
             own = [np.asarray(failed, bool), np.asarray(finished.indices, np.int64)]
             self._outputs.write(self._rows, [*own, *finished.arrays])

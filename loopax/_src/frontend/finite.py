@@ -234,12 +234,22 @@ class Broken:
         dtype = jnp.dtype("float64" if wide else "float32")
         if any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes):
             dtype = jnp.dtype("complex128" if wide else "complex64")
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # JAX takes numbers of 64 bits out of no program in 32-bit mode
         values = [convert(x, dtype) for x in before]
         of_leaves = iter(values)
         zero = jnp.zeros((), dtype)
         by_leaf = jnp.stack([zero if leaf.start is None else next(of_leaves) for leaf in self.watched.leaves])
         message = BrokenStep(at_line(call), self.watched)
         return Check(self.is_broken, message, [self.num_steps, self.stop[1], self.stop[2], by_leaf[self.stop[1]]])
+
+
+def broken_numbers(broken: Broken | None, finite: Finite | None) -> tuple[Any, ...]:
+    """What a `LoopInfo` says of it."""
+    if finite is None:
+        return ()
+    if broken is None:  # there is no number that could break
+        return jnp.zeros((), bool), jnp.int32(-1), jnp.int32(-1)
+    return broken.is_broken, broken.step, broken.leaf
 
 
 def _element(x: Any, code: Any) -> Any:

@@ -142,13 +142,7 @@ def options(
         why = Why("for how many steps memory is set aside", _GIVE_BOUND + _TRACED_STEPS[name])
         refuse_arrays(f"{name}(max_steps=...)", max_steps, "a Python int", why)
         max_steps = int_within(f"{name}(max_steps=...)", max_steps, 0, MOST_STEPS)
-    finite = to_finite(name, finite)
-    if finite is not None and isinstance(lanes, Free):
-        raise NotImplementedError(
-            f"{name}(lanes='free', finite={finite!r}): free lanes make one loop of two, whose steps are not looked at. "
-            "Leave one of them out: in lockstep and compact lanes, each lane is looked at on its own."
-        )
-    return Options(name, kind, lanes, shown, max_steps, data, impl, throw, info, derivative, finite)
+    return Options(name, kind, lanes, shown, max_steps, data, impl, throw, info, derivative, to_finite(name, finite))
 
 
 def to_finite(name: str, finite: Any) -> Finite | None:

@@ -23,7 +23,7 @@ from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.finite import Backward, Broken, Watched
+from loopax._src.frontend.finite import Backward, Broken, Watched, broken_numbers
 from loopax._src.frontend.in_python import PythonSteps
 from loopax._src.frontend.key_reuse import KeyUse, note_key_use, with_kept_keys
 from loopax._src.frontend.run_time_checks import Check, KindCheck, note_watched, settle
@@ -145,7 +145,7 @@ class UserLoop:
                 reached = reached | check.failed
         if isinstance(reached, bool):
             reached = ~jaxi.zeros(_BOOL) if reached else jaxi.zeros(_BOOL)
-        info = LoopInfo(done.num_steps, reached, *((broken and (broken.is_broken, broken.step, broken.leaf)) or ()))
+        info = LoopInfo(done.num_steps, reached, *broken_numbers(broken, options.finite))
         carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
         return done.hand_over(carry), thaw(ys), loop_info
 

@@ -9,7 +9,7 @@ from jax.tree_util import keystr
 
 from loopax._src.core import mixing_primitive
 from loopax._src.frontend.references import refuse_closed_over
-from loopax._src.frontend.run_time_checks import collecting
+from loopax._src.frontend.run_time_checks import Flags, collecting
 from loopax._src.jax_internals import ClosedJaxpr, made_at, open_constants, source_here
 from loopax._src.nnx.functional import freeze, refuse_changes, thaw_numbered
 from loopax._src.pytrees.leaves import Spec, is_static, pack
@@ -19,10 +19,10 @@ from loopax._src.pytrees.static import Called, parameters_of
 class ItemProgram(NamedTuple):
     """What is run for each item."""
 
-    program: ClosedJaxpr  # (*shared, *function, *item) -> (*whether a check failed, *numbers of the loop, *results)
+    program: ClosedJaxpr  # (*shared, *function, *item) -> (*arrays of checks, *numbers of the loop, *results)
     shared: list[Any]  # what the function closes over
     results: Spec
-    messages: list[str]  # of the checks
+    flags: Flags  # the checks
 
 
 def item_program(
@@ -46,13 +46,13 @@ def item_program(
         refuse_changes(f"f of {caller}", given, objects, live)
         if function:
             refuse_changes(f"f of {caller}", own, own_objects, call, "itself, and its copies in lanes")
-        found["messages"] = [check.text for check in checks]
+        found["flags"], of_checks = Flags.of(checks, None)
         if info and not infos:
             raise ValueError(
                 f"{caller}(info=True): f calls no loop itself. A loop in a `jax.jit` inside of f cannot hand out its "
                 "numbers: leave this jit out, as the stream compiles f."
             )
-        return [*(check.failed for check in checks), *(infos[0][:2] if info else ()), *results]
+        return [*of_checks, *(infos[0][:2] if info else ()), *results]
 
     called = Called(caller, (f,), ("x",))
     names = [*(function.names("f") if function else []), *item.names(called.name("x"))]
@@ -67,7 +67,7 @@ def item_program(
             "too.) Draw with keys of threefry (`jax.random.key(seed, impl='threefry2x32')`), or use "
             "`jax.lax.map(f, xs)`, which takes one item after another."
         )
-    return ItemProgram(program, list(shared), found["spec"], found["messages"])
+    return ItemProgram(program, list(shared), found["spec"], found["flags"])
 
 
 class TracedProgram(NamedTuple):

@@ -9,7 +9,7 @@ from loopax._src import core
 from loopax._src.core.jaxpr.util import split_list, stacked
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.references import refuse_references_in
-from loopax._src.frontend.run_time_checks import Check, settle
+from loopax._src.frontend.run_time_checks import settle
 from loopax._src.frontend.trace_program import item_program
 from loopax._src.jax_internals import api_boundary, zeros
 from loopax._src.nnx.functional import freeze, thaw
@@ -88,7 +88,6 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, num_lanes: int = 256) -
         outputs = [zeros(stacked(aval, 0)) for aval in made.program.out_avals]
     else:
         outputs = core.run_queue(made.program, made.shared, arrays, items, num_lanes)
-    failed, ys = split_list(outputs, [len(made.messages)])
-    checks = [Check(flags, message) for flags, message in zip(failed, made.messages, strict=True)]
+    of_checks, ys = split_list(outputs, [sum(made.flags.sizes)])
     ys = restore_weak(ys, made.results.avals)
-    return thaw(settle(made.results.unpack(ys), checks))
+    return thaw(settle(made.results.unpack(ys), made.flags.checks(of_checks)))

@@ -180,8 +180,7 @@ class LanesStream(Iterator[Any]):
             self._end()
             return False
         results = self._working.program.made.results
-        for place, (index, error) in enumerate(zip(finished.indices, finished.errors, strict=True)):
-            message = None if error < 0 else self._working.message(index, error)
+        for place, (index, message) in enumerate(zip(finished.indices, finished.errors, strict=True)):
             result = thaw(results.unpack([np.array(x[place]) for x in finished.arrays]))
             if finished.infos:
                 num_steps, limit_reached = (x[place].item() for x in finished.infos)

@@ -15,6 +15,7 @@ from loopax._src.core import NO_ITEM, ItemRows, queue_for, run_chunk
 from loopax._src.core.jaxpr.util import split_list
 from loopax._src.frontend.options import check_callable
 from loopax._src.frontend.raising import with_amounts
+from loopax._src.frontend.run_time_checks import Check
 from loopax._src.frontend.trace_program import ItemProgram, item_program
 from loopax._src.jax_internals import trace_context
 from loopax._src.nnx.functional import freeze
@@ -135,7 +136,7 @@ def _program(function: Spec, item: Spec, lanes: int, places: int, info: bool, _:
 
 class Finished(NamedTuple):
     indices: list[int]
-    errors: list[int]  # the number of the check that failed, -1 where none did
+    errors: list[str | None]  # the message of the check that failed
     infos: list[np.ndarray]  # with `info`: the two numbers of a `LoopInfo`
     arrays: list[np.ndarray]  # (items, ...) for each array of a result
 
@@ -236,16 +237,20 @@ class WorkingLanes:
                 if start_next:
                     self._start()  # the device runs while results and items are made ready, and used
                 results = [np.asarray(x)[: len(done)][done] for x in outputs]
-                flags, infos, arrays = split_list(results, [len(self.program.made.messages), 2 * self._info])
-                errors = [next((i for i, flag in enumerate(flags) if flag[place]), -1) for place in range(len(indices))]
+                of_checks, infos, arrays = split_list(results, [sum(self.program.made.flags.sizes), 2 * self._info])
+                checks = self.program.made.flags.checks(of_checks)
+                errors = [self._message(checks, *at) for at in enumerate(indices)]
                 self._prepare()
                 finished = Finished(indices, errors, infos, arrays)
             items, _, useful, *_ = self._counts
             self._shown.update(items, len(self._in_lanes), useful)
             return finished
 
-    def message(self, index: int, error: int) -> str:
-        return f"item {index} of {self._name}: {with_amounts(self.program.made.messages[error])}"
+    def _message(self, checks: Sequence[Check], place: int, index: int) -> str | None:
+        """What the first check says that failed for the item at this place."""
+        texts = (with_amounts(x.message, [a[place] for a in x.amounts]) for x in checks if x.failed[place])
+        text = next(texts, None)
+        return None if text is None else f"item {index} of {self._name}: {text}"
 
     def close(self) -> None:
         self.items.stop(wait=False)
