@@ -373,6 +373,11 @@ def test_bad_arguments_are_refused() -> None:
     for wrong in (False, "inf", 1.5):
         with pytest.raises(ValueError, match=r"finite=...\): got"):
             lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(NotImplementedError, match=r"linear_transpose of a loop with finite="):
+        jax.linear_transpose(lambda x: fori(9, x)[0], X)(X)
+    together = lambda x: lx.fori_loop(0, 3, lambda i, x: jax.lax.psum(x, "lanes"), x, finite=True)
+    with pytest.raises(NotImplementedError, match=r"which finite= does not"):
+        jax.vmap(together, axis_name="lanes")(X)
     with pytest.raises(TypeError, match="finite"):
         jax.jit(lambda flag: lx.fori_loop(0, 3, lambda i, x: x, 1.0, finite=flag))(True)
 

@@ -424,6 +424,11 @@ def loop_transpose(cts: Sequence[Any], low: Any, high: Any, *operands: Any, **pa
         return [None] * (2 + len(operands))
     inputs = loop.inputs(operands)
     unknown = map_leaves(ad.is_undefined_primal, inputs)
+    if any(unknown_outputs(loop, unknown).carry[i] for i in loop.stops):
+        raise NotImplementedError(
+            "jax.linear_transpose of a loop with finite=: a transpose is taken without the numbers that this loop "
+            "looks at. Leave finite= out of the loop, or take jax.vjp, which runs it."
+        )
     parts = partial_eval(loop, plan_of(loop, unknown, partial_eval), unknown)
     _, given = run_known(loop, parts, low, high, inputs)
     ct = loop.results(cts)

@@ -183,7 +183,7 @@ def refuse_collectives(program: ClosedJaxpr, axis_name: Any, why: str = "") -> N
     """Raise where lanes that take different numbers of steps, or take them at other times, communicate."""
     why = why or (
         "its lanes take different numbers of steps: a lane that has finished has nothing to contribute. Give all lanes "
-        "the same number of steps and mask inside the body"
+        "the same number of steps (which finite= does not) and mask inside the body"
     )
     if collective_over(program, axis_name):
         raise NotImplementedError(
