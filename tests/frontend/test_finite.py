@@ -114,21 +114,22 @@ def test_each_lane_ends_before_its_own(loop: Any, lanes: str) -> None:
 def test_no_row_of_a_batch_is_beyond_what_its_lanes_take(lanes: Any, reverse: bool, kind: Any) -> None:
     """A step that all lanes break is not there for derivatives, which would have its NaN in what it multiplies."""
 
-    def rows(xs: Any, bad: Any) -> Any:
+    def rows(xs: Any, bad: Any, n: Any) -> Any:
         def step(c: Any, x: Any) -> Any:
             i, v = c
             v = jnp.where(i == bad, jnp.nan, jnp.sin(v))
             return (i + 1, v), v * x
 
         start = (jnp.int32(0), jnp.float64(0.5))
-        return lx.scan(step, start, xs, kind=kind, lanes=lanes, reverse=reverse, **QUIET)[1]
+        return lx.scan(step, start, xs, n, kind=kind, lanes=lanes, reverse=reverse, **QUIET)[1]
 
-    xs, of_batch = jnp.arange(1.0, 5.0), jax.vmap(jax.vmap(rows, (None, 0)), (None, 0))
-    in_batch = jax.jit(jax.grad(lambda xs, bad: jnp.sum(of_batch(xs, bad))))
-    alone = jax.jit(jax.grad(lambda xs, bad: jnp.sum(rows(xs, bad))))
-    for bad in ((0, 0), (2, 2), (0, 3), (3, 1)):
-        expected = 2 * sum(alone(xs, jnp.int32(b)) for b in bad)
-        np.testing.assert_allclose(in_batch(xs, jnp.array([bad, bad[::-1]], jnp.int32)), expected)
+    xs, of_batch = jnp.arange(1.0, 5.0), jax.vmap(jax.vmap(rows, (None, 0, 0)), (None, 0, 0))
+    in_batch = jax.jit(jax.grad(lambda *of: jnp.sum(of_batch(*of))))
+    alone = jax.jit(jax.grad(lambda *of: jnp.sum(rows(*of))))
+    for bad, n in [((0, 0), (4, 4)), ((2, 2), (4, 4)), ((0, 3), (4, 4)), ((3, 1), (4, 2)), ((0, 0), (4, 0))]:
+        expected = 2 * sum(alone(xs, *map(jnp.int32, of)) for of in zip(bad, n, strict=True))
+        lanes_of = (jnp.array([x, x[::-1]], jnp.int32) for x in (bad, n))
+        np.testing.assert_allclose(in_batch(xs, *lanes_of), expected)
 
 
 def test_a_batch_of_gradients_of_a_loop_without_a_bound() -> None:
