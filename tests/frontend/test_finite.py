@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import loopax as lx
-from tests.support.breaking_loops import LOOPS, RAISED, X, broken_at, fori, scan, while_
+from tests.support.breaking_loops import LOOPS, QUIET, RAISED, X, broken_at, fori, scan, while_
 from tests.support.limited_loops import raises
 
 KINDS = ["auto", "lax", "checkpointed", "bounded", "residuals"]
@@ -227,6 +227,17 @@ def test_steps_in_python_are_looked_at() -> None:
             fori(3, X, throw=True)
         last, info = jax.vmap(lambda bad: fori(bad, X))(jnp.array([1, 9]))
         np.testing.assert_array_equal(info.broken_step, [1, -1])
+        seen: list[int] = []
+
+        def loud(x: Any, i: Any) -> Any:
+            seen.append(int(i))
+            return broken_at(0)(x, i), i
+
+        (last, ys), info = lx.scan(loud, X, jnp.arange(3), info=True, **QUIET)
+        assert seen == [0]  # it is not taken again for the types of its results
+        np.testing.assert_array_equal(last, X)
+        np.testing.assert_array_equal(ys, np.zeros(3, int))
+        assert info[2:] == (True, 0, 0)
 
 
 def test_effects_happen_once() -> None:

@@ -40,6 +40,7 @@ class PythonSteps:
     goes_on: Any = None  # whether there is another one; None: the loop has no condition
     is_over: bool = False  # there is none
     ys: list[list[Any]] = field(default_factory=list)  # of each step, as of `Taken`
+    y_avals: list[Any] = field(default_factory=list)  # their types, where the first step breaks
     found: Findings | None = None  # of all of them; None: there is none
     begun: Sequence[Any] = ()  # the first carry
     watched: Watched | None = None  # what has been looked at; None: nothing, or no step has been taken
@@ -56,7 +57,10 @@ class PythonSteps:
         """The rows of all steps, given those of the others; None: there are no others."""
         reverse = self.extent.reverse
         if ys is None:
-            ys = [zeros(stacked(jax.typeof(y), self.extent.capacity or 0)) for y in self.ys[-1]]
+            avals = list(map(jax.typeof, self.ys[-1])) if self.ys else self.y_avals
+            ys = [zeros(stacked(aval, self.extent.capacity or 0)) for aval in avals]
+        if not self.ys:
+            return list(ys)
         first = self.rest.high if reverse else self.extent.low
         own = [jnp.stack(rows[::-1] if reverse else rows) for rows in zip(*self.ys, strict=True)]
         return [put_rows(*pair, first) for pair in zip(ys, own, strict=True)]
@@ -100,6 +104,9 @@ class PythonSteps:
             self.watched, broken = watched, [k for k, code in enumerate(found) if code != NONE]
             if broken:
                 self.is_over, self.stop = True, [row, broken[0], codes[broken[0]].astype(jnp.int32)]
+                if self.found is None:  # the first: its results have types all the same
+                    self.found, self.y_avals = findings, list(map(jax.typeof, ys))
+                    self.carry, self.spec = arrays, spec
                 return False
         self.add(taken, spec)
         return True
