@@ -94,7 +94,7 @@ IN_A_BATCH: Any = {
     "vmap(vmap)": (jax.jit(jax.vmap(jax.vmap(rows))), [[1, 2, 0], [3, 2, 9]], " (9)", "(1, 2)"),
     "compact": (jax.vmap(lambda n: rows(n, lanes="compact")), [1, 7], " (7)", "1"),
     "in a loop": (jax.vmap(lambda n: lx.fori_loop(0, 2, lambda i, c: c + rows(n + i), 0.0)), [1, 7], " (7)", "1"),
-    "lanes_map": (lambda n: lx.lanes_map(rows, n, num_lanes=2), [1, 2, 3, 7, 1], "", "3"),
+    "lanes_map": (lambda n: lx.lanes_map(rows, n, num_lanes=2), [1, 2, 3, 7, 1], " (7)", "3"),
 }
 
 

@@ -117,7 +117,7 @@ def test_leaves_that_stay_and_integers_are_not_looked_at() -> None:
     assert run().broken is None
     counts = lx.fori_loop(0, 3, lambda i, n: n + i, jnp.int32(0), finite=True, info=True)
     assert counts[0] == 3
-    assert counts[1].broken is None
+    assert counts[1][2:] == (False, -1, -1)  # nothing could break
 
 
 # ---- large arrays, of which a step writes parts
@@ -349,11 +349,6 @@ def test_no_step_follows_one_that_breaks(unroll: int) -> None:
     (_, ys), info = lx.scan(step, 0, jnp.arange(2.0, 8.0), **options)
     assert info.num_steps == 0
     np.testing.assert_array_equal(ys, np.zeros(6))
-
-
-def test_a_loop_without_numbers_that_could_break_says_that_none_did() -> None:
-    _, info = lx.fori_loop(0, 3, lambda i, n: n + i, jnp.int32(0), finite=True, info=True)
-    assert info[2:] == (False, -1, -1)
 
 
 def in_a_loop(f: Any) -> Any:

@@ -243,15 +243,6 @@ class Broken:
         return Check(self.is_broken, message, [self.num_steps, self.stop[1], self.stop[2], by_leaf[self.stop[1]]])
 
 
-def broken_numbers(broken: Broken | None, finite: Finite | None) -> tuple[Any, ...]:
-    """What a `LoopInfo` says of it."""
-    if finite is None:
-        return ()
-    if broken is None:  # there is no number that could break
-        return jnp.zeros((), bool), jnp.int32(-1), jnp.int32(-1)
-    return broken.is_broken, broken.step, broken.leaf
-
-
 def _element(x: Any, code: Any) -> Any:
     """The element of which `first_broken` tells."""
     x, number = to_device(x), code.astype(jnp.uint32) // 2

@@ -17,13 +17,14 @@ from jaxtyping import PyTree
 
 from loopax._src import core
 from loopax._src import jax_internals as jaxi
+from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import Free, Lockstep
 from loopax._src.core.ir.loop import NO_STOP
 from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.extent import Extent
-from loopax._src.frontend.finite import Backward, Broken, Watched, broken_numbers
+from loopax._src.frontend.finite import Backward, Broken, Watched
 from loopax._src.frontend.in_python import PythonSteps
 from loopax._src.frontend.key_reuse import KeyUse, note_key_use, with_kept_keys
 from loopax._src.frontend.run_time_checks import Check, KindCheck, note_watched, settle
@@ -58,6 +59,14 @@ class LoopResults:
     hand_over: Callable[[Any], Any]  # from the carry to what the user gets; NNX objects in xs are changed too
     broken: Broken | None = None
     arrays: Sequence[Any] = ()  # of the carry
+
+    def how_it_broke(self, finite: Finite | None) -> tuple[Any, ...]:
+        """What a `LoopInfo` says of that; where no number could break, that none did."""
+        if finite is None:
+            return ()
+        if self.broken is None:
+            return jaxi.zeros(_BOOL), jnp.int32(-1), jnp.int32(-1)
+        return self.broken.is_broken, self.broken.step, self.broken.leaf
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,7 @@ class UserLoop:
                 reached = reached | check.failed
         if isinstance(reached, bool):
             reached = ~jaxi.zeros(_BOOL) if reached else jaxi.zeros(_BOOL)
-        info = LoopInfo(done.num_steps, reached, *broken_numbers(broken, options.finite))
+        info = LoopInfo(done.num_steps, reached, *done.how_it_broke(options.finite))
         carry, ys, loop_info = settle((done.carry, done.ys, info), checks, info=info)
         return done.hand_over(carry), thaw(ys), loop_info
 
