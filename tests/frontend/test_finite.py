@@ -223,6 +223,13 @@ def test_steps_in_python_are_looked_at() -> None:
                 last, info = loop(bad, X)
                 np.testing.assert_allclose(last, X * 1.5 ** min(bad, 6))
                 assert info.broken_step == (bad if bad < 6 else -1)
+            # Types are those of a traced loop, also where no step breaks, and where none can.
+            for _, info in (loop(2, X), loop(9, X), lx.fori_loop(0, 3, lambda i, n: n + 1, 0, info=True, **QUIET)):
+                assert [getattr(x, "dtype", None) for x in info] == [jnp.int32, bool, bool, jnp.int32, jnp.int32]
+            np.testing.assert_allclose(loop(9, X, throw=True)[0], X * 1.5**6)
+        assert lx.fori_loop(0, 3, lambda i, n: n + 1, 0, finite=True) == 3
+        limited = lx.while_loop(lambda c: c < 9, lambda c: 2 * c, 1.0, max_steps=3, info=True, **QUIET)
+        np.testing.assert_array_equal(limited[1], (3, True, False, -1, -1))
         with raises(eqx.EquinoxRuntimeError, "step 3 (the first is 0) made carry[1] NaN"):
             fori(3, X, throw=True)
         last, info = jax.vmap(lambda bad: fori(bad, X))(jnp.array([1, 9]))

@@ -44,7 +44,7 @@ class PythonSteps:
     found: Findings | None = None  # of all of them; None: there is none
     begun: Sequence[Any] = ()  # the first carry
     watched: Watched | None = None  # what has been looked at; None: nothing, or no step has been taken
-    stop: Sequence[Any] = NO_STOP
+    stop: Sequence[Any] = field(default_factory=lambda: list(map(jnp.int32, NO_STOP)))
 
     @property
     def rest(self) -> Extent:
@@ -101,9 +101,10 @@ class PythonSteps:
             found = list(map(value_now, codes))
             if None in found:
                 return False
-            self.watched, broken = watched, [k for k, code in enumerate(found) if code != NONE]
+            self.watched = watched if watched.leaves else None
+            broken = [k for k, code in enumerate(found) if code != NONE]
             if broken:
-                self.is_over, self.stop = True, [row, broken[0], codes[broken[0]].astype(jnp.int32)]
+                self.is_over, self.stop = True, [*map(jnp.int32, (row, broken[0])), codes[broken[0]].astype(jnp.int32)]
                 if self.found is None:  # the first: its results have types all the same
                     self.found, self.y_avals = findings, list(map(jax.typeof, ys))
                     self.carry, self.spec = arrays, spec
