@@ -388,6 +388,12 @@ def test_small_floats_and_mixed_dtypes(size: int) -> None:
         jax.block_until_ready(jax.jit(lambda carry: lx.fori_loop(0, 4, step, carry, finite=True))(carry))
 
 
+def test_a_complex_number_is_told_in_32_bits() -> None:
+    with jax.enable_x64(False), raises(RAISED, "it was 1+2j before"):
+        step = lambda i, z: jnp.where(i == 1, jnp.nan, 1j * z)
+        jax.block_until_ready(jax.jit(lambda z: lx.fori_loop(0, 3, step, z, finite=True))(jnp.complex64(2 - 1j)))
+
+
 def test_large_finite_numbers_are_finite() -> None:
     x = jnp.full(2000, 1e30, jnp.float32)  # whose squares are not
     jax.jit(jax.grad(lambda x: jnp.sum(lx.fori_loop(0, 3, lambda i, x: x * jnp.float32(0.5), x, finite=True))))(x)
