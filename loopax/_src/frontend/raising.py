@@ -100,10 +100,8 @@ def raise_if(failed: Any, message: Message, stack: tuple[Line, ...], amounts: Se
 def _for_callback(amount: Any) -> Any:
     """A number that a callback is given: JAX cuts one of 64 bits where `jax_enable_x64` is off."""
     amount = jnp.asarray(lax.stop_gradient(amount))
-    narrow = jax.dtypes.canonicalize_dtype(amount.dtype)
-    if narrow == amount.dtype:
-        return amount
-    return convert(amount, narrow if jnp.issubdtype(narrow, jnp.complexfloating) else jnp.dtype("float32"))
+    is_cut = jax.dtypes.canonicalize_dtype(amount.dtype) != amount.dtype
+    return convert(amount, jnp.dtype("float32")) if is_cut else amount
 
 
 def _raise_now(failed: Any, *amounts: Any, what: Failure) -> Any:
