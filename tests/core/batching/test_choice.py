@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.batching.loop import chosen
+from loopax._src.core.ir.lane_choice import chosen
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential, stages
 from loopax._src.core.jaxpr.cost import step_cost
 from tests.support.reference import assert_close
@@ -112,3 +112,23 @@ def test_lanes_that_are_moved_at_large_cost_are_not():
 def test_no_stage_is_refilled_on_another_device(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert [stage.places for stage in stages(Compact(), 16384, places=lambda _: 4096)] == [16384, 8192, 4096]
+
+
+@pytest.mark.parametrize("order", ["lanes of gradients", "gradient of lanes"])
+def test_a_gradient_chooses_as_its_loop_does(order):
+    """A sweep evaluates what its derivative needs: here not the product, for which the loop keeps its lanes together."""
+    weights, steps, starts = 0.003 * np.ones((400, 400), np.float32), np.array([3, 9]), np.float32([0.3, 0.5])
+
+    def last(a, n, lanes):
+        body = lambda _, c: (jnp.sin(a * c[0] + 0.1), weights @ c[1] + a * c[0].sum())
+        y, s = lx.fori_loop(
+            0, n, body, (a * np.ones(200, np.float32), a * np.ones(400, np.float32)), kind="checkpointed", lanes=lanes
+        )
+        return y.sum() + s.sum()
+
+    def slopes(lanes):
+        if order == "lanes of gradients":
+            return jax.jit(jax.vmap(jax.grad(partial(last, lanes=lanes))))(starts, steps)
+        return jax.jit(jax.grad(lambda a: jax.vmap(partial(last, lanes=lanes))(a, steps).sum()))(starts)
+
+    assert_close(slopes("auto"), slopes("lockstep"), 1e-4)

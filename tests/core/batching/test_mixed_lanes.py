@@ -125,6 +125,25 @@ def test_draws_are_those_of_jax(step, impl, kind, lanes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9), got, expected_derivatives(step, impl))
 
 
+@pytest.mark.parametrize("lanes", ["compact", "auto"])
+@pytest.mark.parametrize("kind", ["checkpointed", "truncated"])
+def test_a_sweep_draws_what_its_loop_has_drawn(kind, lanes):
+    """Though no state depends on the draws, so that the loop of the states draws nothing."""
+
+    def lane(w, key, n, **options):
+        def body(i, c):
+            x, y = c
+            return jnp.sin(w * x), 0.9 * y + x * w * jax.random.normal(jax.random.fold_in(key, i))
+
+        return lx.fori_loop(0, n, body, (0.5, 0.0), max_steps=ROWS, **options)[1]
+
+    def slopes(how):
+        options = {**argument_of(KINDS[kind]), "lanes": LANES[how]}
+        return jax.vmap(jax.grad(partial(lane, **options)), (None, 0, 0))(0.7, keys("rbg"), LENGTHS)
+
+    same(slopes, lanes, "lockstep")
+
+
 def drawn(w, x, data):
     """A draw with the bits of a key that is carried."""
     carried, use = jax.random.split(jax.random.wrap_key_data(data, impl="rbg"))

@@ -17,6 +17,7 @@ from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_l
 from loopax._src.core.buffer_versions import body_of_last_versions, buffers, keep_rows
 from loopax._src.core.ir.annotations import DebugInfo, strip_progress_of_params, without_effects
 from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.lane_choice import of_parts
 from loopax._src.core.ir.linear_loop import LinearLoop, LinearOperands, linear_loop_p
 from loopax._src.core.ir.loop import (
     BoundLoop,
@@ -89,7 +90,7 @@ class PartialEval(NamedTuple):
 @weakly_cached
 def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs."""
-    loop = loop._replace(kind=Decided(plan))
+    loop = loop._replace(kind=Decided(plan), lanes=of_parts(loop.lanes, loop.body, loop.num_consts))
     if plan.stores_residuals:
         parts = _keep_residuals(loop, plan, unknown)
         # A body that mixes lanes reads what other lanes have (a collective, say). Lanes that are done have written no

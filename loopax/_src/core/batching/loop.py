@@ -7,7 +7,6 @@ Where all lanes take the same steps, the batch is one loop on larger arrays. Els
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import log
 from operator import and_
 from typing import Any
 
@@ -20,7 +19,8 @@ from loopax._src.core.batching import lockstep
 from loopax._src.core.batching.compact_primitive import SWEEPS, BatchRules, compact_vmap
 from loopax._src.core.batching.compact_stages import LOOPS
 from loopax._src.core.batching.groups import run_sequentially
-from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, stages
+from loopax._src.core.ir.lane_choice import chosen, kept_together, of_uniform
+from loopax._src.core.ir.lanes import Compact, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
@@ -30,8 +30,7 @@ from loopax._src.core.ir.reverse_sweep import (
     reverse_sweep_p,
     run_sweep,
 )
-from loopax._src.core.jaxpr.cost import step_cost
-from loopax._src.core.jaxpr.dependence import mixing_primitive, needed_inputs
+from loopax._src.core.jaxpr.dependence import needed_inputs
 from loopax._src.core.jaxpr.types import (
     Axis,
     axes_of,
@@ -53,43 +52,6 @@ from loopax._src.core.jaxpr.util import (
 from loopax._src.core.masking import over_lanes
 from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, batched_outputs, happens
 
-# Which way a batch whose lanes take different numbers of steps is expected to be fastest: `lanes="auto"`.
-#
-# The numbers of steps are not known where the batch is written, and are taken to be distributed as exponentials are.
-# Then it takes `log(n / m)` mean numbers of steps until m of n lanes are left. What decides is what a step of one
-# lane costs alone, and what it adds to a step of the batch (`core/jaxpr/cost.py`).
-
-
-LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
-
-
-def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
-    """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together."""
-    if kept_together(how, body):
-        return Lockstep()
-    if not isinstance(how, AutoLanes):
-        return how
-    if not isinstance(lanes, int) or lanes < 2:
-        return Lockstep()
-    cost = step_cost(body, num_consts)
-    sizes = [stage.places for stage in stages(Compact(), lanes, cost.shrink)]
-    # What a step of a lane costs in stages of these sizes, for each of its own steps.
-    durations = [log(size / smaller) for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True)]
-    durations[-1] += LAST_LANE
-    lane_steps = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
-    in_batch = (lane_steps * cost.of_lane + sum(durations) * cost.of_batch) / sizes[0]
-    alone_is_fast = jax.default_backend() == "cpu"  # one lane keeps a core busy
-    is_spread = not cost.of_batch and lanes > cost.most_on_one_core
-    if alone_is_fast and not is_spread and cost.alone < in_batch:
-        return Sequential()
-    return Compact() if len(sizes) > 1 and not cost.is_cheap else Lockstep()
-
-
-def kept_together(how: Lanes, body: ClosedJaxpr) -> str:
-    """The primitive for which no lane may leave a batch: other lanes see it. Empty if lanes may leave, or never do."""
-    return mixing_primitive(body) or "" if isinstance(how, Compact | AutoLanes) else ""
-
-
 # Batching of reverse sweeps: all lanes on the same rows, in lockstep, or in stages, as loops are.
 
 
@@ -100,8 +62,9 @@ def _uniform_sweep(sweep: ReverseSweep, axis: Axis, batched: SweepInputs, ys: Ma
     inverse = sweep.inverse and uniform_body(sweep.inverse, axis, sweep.forward_inputs(batched), batched.state)
     inputs = LoopInputs(tuple(batched.consts), (*batched.carry, *batched.state), tuple(batched.xs))
     step = lockstep.step_of_all(sweep.step, axis, inputs, outputs)
+    lanes = of_uniform(sweep.lanes, axis.size)
     return lockstep.with_drift_of_lanes(
-        sweep._replace(step=step, inverse=inverse), axis, tuple(batched.state), (*batched.carry, *ys)
+        sweep._replace(step=step, inverse=inverse, lanes=lanes), axis, tuple(batched.state), (*batched.carry, *ys)
     )
 
 
@@ -173,7 +136,8 @@ def _gathered(rules: BatchRules, static: Any, axis: Axis, mapped: Mask, operands
 def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutputs) -> Loop:
     """The loop for all lanes at once, where all take the same steps."""
     inverse = loop.inverse and uniform_body(loop.inverse, axis, flatten(batched), outputs.carry)
-    return loop._replace(body=lockstep.step_of_all(loop.body, axis, batched, flatten(outputs)), inverse=inverse)
+    body = lockstep.step_of_all(loop.body, axis, batched, flatten(outputs))
+    return loop._replace(body=body, inverse=inverse, lanes=of_uniform(loop.lanes, axis.size))
 
 
 def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
