@@ -163,6 +163,8 @@ def _refused(body: set[str], features: str) -> set[str]:
         (MIXES_LANES & body, {*AROUND}),
         # Nobody is asked for a lane that has finished, so what others see of it is not its own.
         (MIXES_LANES & body and "i" in features, BATCHES),
+        # What a lane writes to a buffer and reads again, loopax shows to no other lane.
+        (MIXES_LANES & body and {"append", "push"} & body, BATCHES),
         # JAX chooses nothing by lane in host memory.
         ("branch_on_host" in body, BATCHES),
         # loopax refuses these effects in a derivative.

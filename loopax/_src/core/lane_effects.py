@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.dependence import mixes_lanes
+from loopax._src.core.jaxpr.dependence import dependence, mixed_variables, mixes_lanes, operands_mixed_by
 from loopax._src.core.jaxpr.evaluate import batch_expanded, evaluated_by, jvp_expanded, rule_of
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakly_cached
 from loopax._src.core.masking import When, fill_inactive, own_if_active_p, pick
 from loopax._src.core.own_arrays import Inner, inner_of, own_values, walks
-from loopax._src.core.row_buffers import VERSION, operands_where
+from loopax._src.core.row_buffers import VERSION, operands_where, writes
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, inner_jaxprs, jaxpr_as_fun
 
 Evaluated = Callable[..., list[Any]]  # f(active, *inputs)
@@ -127,30 +127,41 @@ jaxi.register(
 )
 
 
-def guarded(closed: ClosedJaxpr, own: Mask = (), left: Sequence[int] = (), when: When = "always") -> Evaluated:
+def guarded(
+    closed: ClosedJaxpr,
+    own: Mask = (),
+    left: Sequence[int] = (),
+    when: When = "always",
+    seen: frozenset[int] = frozenset(),
+) -> Evaluated:
     """`f(active, *inputs)`: the jaxpr as a function whose effects happen only where `active` is True.
 
     Writing to a buffer is such an effect; and a lane that is not active reads what one that is active does. So it is
-    with inputs that are a lane's `own` (`core/own_arrays.py`); `left` are the outputs that stay a lane's own.
+    with inputs that are a lane's `own` (`core/own_arrays.py`); `left` are the outputs that stay a lane's own. What
+    other lanes see of a lane is its own, too; `seen` are outputs that they see.
     """
+    mixed = mixed_variables(closed, seen)
     values = own_values(closed, own or (False,) * len(closed.in_avals))
 
     def function(active: Any, *inputs: Any) -> list[Any]:
         filled: dict[Any, Any] = {}  # by variables
 
         def of_active(atom: Any, x: Any) -> Any:
+            if atom in mixed:
+                return x
             if atom not in filled:
                 filled[atom] = own_if_active_p.bind(active, x, when=when)
             return filled[atom]
 
         def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
             taken = values.taken.get(id(eqn))
+            seen = [variable in mixed for variable in eqn.outvars]
             if taken is None:
-                return _guarded_equation(_Guard(eqn, active, [False] * len(operands), [], when), operands)
+                return _guarded_equation(_Guard(eqn, active, [False] * len(operands), [], when, seen), operands)
             atoms = zip(eqn.invars, operands, taken.operands, strict=True)
             operands = [x if is_taken or not is_own(atom) else of_active(atom, x) for atom, x, is_taken in atoms]
             results = [k for k, value in enumerate(taken.results) if value and value.is_version]
-            return _guarded_equation(_Guard(eqn, active, taken.operands, results, when), operands)
+            return _guarded_equation(_Guard(eqn, active, taken.operands, results, when, seen), operands)
 
         def is_own(atom: Any) -> bool:
             return not isinstance(atom, Literal) and atom in values.of
@@ -169,11 +180,24 @@ class _Guard(NamedTuple):
     own: Sequence[bool]  # the operands that are a lane's own
     left: Sequence[int]  # the results that are versions of these
     when: When
+    seen: Sequence[bool]  # the results that other lanes see
 
     def of(self, program: ClosedJaxpr, inner: Inner) -> Evaluated:
         """A program in the equation, guarded."""
         own = tuple(i in inner.operands and self.own[inner.operands[i]] for i in range(len(program.in_avals)))
-        return guarded(program, own, [k for k, result in inner.results.items() if result in self.left], self.when)
+        left = [k for k, result in inner.results.items() if result in self.left]
+        return guarded(program, own, left, self.when, self._seen_of(program, inner))
+
+    def _seen_of(self, program: ClosedJaxpr, inner: Inner) -> frozenset[int]:
+        """The outputs of a program that other lanes see, here or in another step of a loop."""
+        seen = {k for k, result in inner.results.items() if self.seen[result]}
+        if inner.carried is None:
+            return frozenset(seen)
+        mixed, needed = operands_mixed_by(self.eqn), dependence(program)
+        seen |= {k for i, k in inner.carried.items() if i not in inner.operands or mixed[inner.operands[i]]}
+        while grown := {k for i, k in inner.carried.items() if any(needed[of] >> i & 1 for of in seen)} - seen:
+            seen |= grown
+        return frozenset(seen)
 
     def with_flag(self, at: int, inner: Inner, program: ClosedJaxpr) -> ClosedJaxpr:
         """That program with the flag as one more input at this place."""
@@ -188,6 +212,11 @@ class _Guard(NamedTuple):
 
 
 _NOTHING_OWN = Inner([], {}, {})
+_IS_READ_AGAIN = (
+    "the body of a loop writes to a Buffer or a History, reads it again, and gives what it reads to something that "
+    "computes with several lanes at once (a `custom_vmap`, a draw with a key of rbg); lanes of the loop take different "
+    "numbers of steps. Use what is written, not what is read, or give all lanes the same number of steps."
+)
 
 # For each primitive of loopax with programs in it: (guard, operands) -> results (`core/rules.py`).
 guards: dict[Primitive, Callable[[_Guard, list[Any]], Sequence[Any]]] = {}
@@ -196,7 +225,9 @@ guards: dict[Primitive, Callable[[_Guard, list[Any]], Sequence[Any]]] = {}
 def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     eqn, active = guard.eqn, guard.active
     if eqn.primitive in VERSION and guard.when != "effects":
-        return bind_again(eqn, operands_where(active, eqn, operands))
+        if any(guard.seen) and writes(eqn):
+            raise NotImplementedError(_IS_READ_AGAIN)
+        return bind_again(eqn, operands_where(active, eqn, operands, reads_own=any(guard.seen)))
     if guard.left and jaxi.updates(eqn):
         return [jaxi.written_where(active, eqn, operands)]
     if guard.left and jaxi.is_sum(eqn):

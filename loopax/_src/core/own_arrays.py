@@ -19,6 +19,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.accumulate import branch_in_place, carried_by, is_large, summing_in_place
+from loopax._src.core.jaxpr.dependence import mixed_inputs
 from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.core.row_buffers import VERSION
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
@@ -157,6 +158,8 @@ def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Ma
     sizes = [prod((lanes, *aval.shape)) for aval in body.in_avals]  # with a symbolic dimension: large
     pays = [not isinstance(size, int) or size >= _MIN_ELEMENTS for size in sizes]
     pays = [is_worth and not jaxi.is_on_host(aval) for is_worth, aval in zip(pays, body.in_avals, strict=True)]
+    # A lane that has finished writes nothing. Where other lanes see what it has written, it does so, and all is undone.
+    pays = [is_worth and not is_mixed for is_worth, is_mixed in zip(pays, mixed_inputs(body), strict=True)]
     have_lanes = (False, *mapped.consts, *mapped.carry, *(False for _ in mapped.xs))
     are_buffers = (False, *read_only(body, range(1, first)), *buffers(body, carry), *(False for _ in mapped.xs))
     inner = Inner([body], _alike(range(carry.stop)), _alike(range(len(carry))), {i: k for k, i in enumerate(carry)})

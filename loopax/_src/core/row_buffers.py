@@ -165,9 +165,19 @@ view_p = jaxi.new_primitive("buffer_view")
 VERSION = {get_p: 1, put_p: 0, add_p: 0, take_out_p: 1, view_p: 1}
 
 
-def operands_where(active: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The operands of an operation that writes nothing where it is not active, and reads what active lanes do."""
-    if eqn.primitive in (get_p, view_p):
+def writes(eqn: Any) -> bool:
+    """Whether an operation of these changes the array."""
+    return eqn.primitive not in (get_p, view_p)
+
+
+def operands_where(active: Any, eqn: Any, operands: Sequence[Any], reads_own: bool) -> list[Any]:
+    """The operands of an operation that writes nothing where it is not active, and reads what active lanes do.
+
+    `reads_own`: it reads its own all the same.
+    """
+    if not writes(eqn):
+        if reads_own:
+            return list(operands)
         *read, is_active = operands
         return [*read, is_active & active]
     rows, place, *rest = operands

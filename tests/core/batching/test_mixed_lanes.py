@@ -237,6 +237,81 @@ def test_rules_that_mix_lanes_run_in_lockstep_and_others_do_not(rule):
     jax.tree.map(np.testing.assert_allclose, value_and_slope(lane), value_and_slope(as_masked_scan(function)))
 
 
+def reads(c):
+    """A step that reads an array of the carry where a number of the lane says."""
+    x, rows, k = c
+    return 0.5 * x + rows[k], rows, k + 1
+
+
+def reads_and_writes(c):
+    x, rows, k = c
+    return 0.5 * x + rows[k], rows.at[k + 1].set(x), k + 1
+
+
+def writes_and_reads(c):
+    x, rows, k = c
+    rows = rows.at[k + 1].set(x)
+    return 0.5 * x + rows[k + 1] + rows[k], rows, k + 1
+
+
+@pytest.mark.parametrize("step", [reads, reads_and_writes, writes_and_reads])
+@pytest.mark.parametrize("size", [8, 3000])
+def test_other_lanes_see_a_finished_lane_at_its_own_place(step, size):
+    """Also in an array that is large, and stays with its lane."""
+    function = custom(MIXING["mean"])
+
+    def mixed(w, c):
+        x, *rest = step(c)
+        return (jnp.cos(w * function(x)), *rest)
+
+    def start(x):
+        return x, jnp.outer(jnp.sin(jnp.arange(float(size))), x), jnp.int32(1)
+
+    lane = lambda w, x, n: lx.fori_loop(0, n, lambda i, c: mixed(w, c), start(x), max_steps=ROWS)[0]
+    reference = lambda w, x, n: masked_steps(n, ROWS, partial(mixed, w), start(x))[0]
+    jax.tree.map(np.testing.assert_allclose, value_and_slope(lane), value_and_slope(reference))
+
+
+@pytest.mark.parametrize("order", ["reads", "reads and writes", "in an inner loop", "writes and reads"])
+def test_other_lanes_see_what_a_finished_lane_has_in_its_buffer(order):
+    function = custom(MIXING["mean"])
+
+    def mixed(w, x, row):
+        return jnp.cos(w * function(0.5 * x + row))
+
+    def with_buffer(w, x, n):
+        def body(i, c):
+            x, buffer = c
+            if order == "in an inner loop":
+                new, buffer = lx.fori_loop(0, 2, lambda _, c: (mixed(w, c[0], c[1][-1]), c[1]), c)
+                return new, buffer.append(x)
+            if order == "writes and reads":
+                buffer = buffer.append(x)
+            x = mixed(w, x, buffer[-1])
+            return x, buffer.append(x) if order == "reads and writes" else buffer
+
+        buffer = lx.Buffer(2 * ROWS, like=x).append(x + 1.0)
+        return lx.fori_loop(0, n, body, (x, buffer), max_steps=ROWS)[0]
+
+    def with_row(w, x, n):
+        """The newest row is all that is read."""
+
+        def step(c):
+            x, row = c
+            if order == "in an inner loop":
+                return mixed(w, mixed(w, x, row), row), x
+            x = mixed(w, x, row)
+            return x, x if order == "reads and writes" else row
+
+        return masked_steps(n, ROWS, step, (x, x + 1.0))[0]
+
+    if order == "writes and reads":
+        with pytest.raises(NotImplementedError, match="Use what is written, not what is read"):
+            value_and_slope(with_buffer)
+    else:
+        jax.tree.map(np.testing.assert_allclose, value_and_slope(with_buffer), value_and_slope(with_row))
+
+
 # ---- where batches change
 
 

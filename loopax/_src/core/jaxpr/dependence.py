@@ -4,7 +4,7 @@ Sets of inputs are bit masks in Python integers, propagated forward once: asking
 elimination once per output instead is quadratic in the number of leaves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -259,22 +259,28 @@ def mixes_lanes(eqn: Any) -> bool:
         return True
 
 
-@weakly_cached
 def mixed_inputs(closed: ClosedJaxpr) -> Mask:
     """Which inputs of a program flow into what mixes lanes."""
-    if mixing_primitive(closed) is None:
-        return (False,) * len(closed.invars)
-    wanted = set[Any]()
+    mixed = mixed_variables(closed)
+    return tuple(variable in mixed for variable in closed.invars)
+
+
+@weakly_cached
+def mixed_variables(closed: ClosedJaxpr, seen: frozenset[int] = frozenset()) -> Set[Any]:
+    """Which variables of a program flow into what mixes lanes, or into outputs that are `seen` by other lanes."""
+    wanted = {v for k in seen if not isinstance(v := closed.outvars[k], Literal)}
+    if not wanted and mixing_primitive(closed) is None:
+        return wanted
     for eqn in reversed(closed.eqns):
-        mixed = to_bits(_mixed_operands(eqn))
+        mixed = to_bits(operands_mixed_by(eqn))
         needed = zip(eqn.outvars, of_equation(eqn), strict=True) if wanted.intersection(eqn.outvars) else ()
         for variable, bits in needed:
             mixed |= bits if variable in wanted else 0
         wanted.update(eqn.invars[i] for i in members(mixed) if not isinstance(eqn.invars[i], Literal))
-    return tuple(variable in wanted for variable in closed.invars)
+    return wanted
 
 
-def _mixed_operands(eqn: Any) -> Sequence[bool]:
+def operands_mixed_by(eqn: Any) -> Sequence[bool]:
     """Which operands of an equation are mixed, or flow into what mixes lanes inside of it."""
     everything = [True] * len(eqn.invars)
     if mixes_lanes(eqn):
