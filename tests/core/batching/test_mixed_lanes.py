@@ -404,6 +404,31 @@ def test_the_last_steps_of_lanes_that_end_at_different_times(last, options):
     same(all_of, of_loopax, masked)
 
 
+@pytest.mark.parametrize("finite", [None, "nan"])
+def test_a_batch_of_gradients_of_checkpointed_steps_is_differentiated(finite):
+    """Its loop saves carries, whatever its kind: lanes that have finished store no rows of residuals."""
+    less_mean = custom(MIXING["mean"])
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("none"))
+    def step(w, c):
+        x, y = c
+        x = 0.6 * w * x + 0.3 * less_mean(lax.stop_gradient(jnp.sin(x)))
+        return x, y * jnp.cos(x)
+
+    def of_loopax(w, x, n):
+        return lx.fori_loop(0, n, lambda _, c: step(w, c), (x, x), max_steps=ROWS, finite=finite)[1].sum()
+
+    def masked(w, x, n):
+        return masked_steps(n, ROWS, partial(step, w), (x, x))[1].sum()
+
+    def slope_of_slopes(lane):
+        slopes = lambda w: jax.vmap(jax.value_and_grad(lane, (0, 1)), (None, 0, 0))(w, jnp.asarray(STARTS), LENGTHS)
+        found, along = jax.linearize(slopes, 0.7)
+        return found, along(1.0)
+
+    same(slope_of_slopes, of_loopax, masked)
+
+
 INNER = {
     "fori_loop": lambda m, step, c: lx.fori_loop(0, m, lambda j, c: step(c), c),
     "fori_loop with a bound": lambda m, step, c: lx.fori_loop(

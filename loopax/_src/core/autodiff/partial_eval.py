@@ -91,7 +91,7 @@ class PartialEval(NamedTuple):
 def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs."""
     loop = loop._replace(kind=Decided(plan), lanes=of_parts(loop.lanes, loop.body, loop.num_consts))
-    if plan.stores_residuals:
+    if plan.stores_residuals and not loop.saving:
         parts = _keep_residuals(loop, plan, unknown)
         # A body that mixes lanes reads what other lanes have (a collective, say). Lanes that are done have written no
         # rows of residuals, so that their carries are saved below.
