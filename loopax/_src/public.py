@@ -31,6 +31,7 @@ from loopax._src.kinds import Lax as Lax
 from loopax._src.kinds import Residuals as Residuals
 from loopax._src.kinds import Reversible as Reversible
 from loopax._src.kinds import Truncated as Truncated
+from loopax._src.kinds import Tuned as Tuned
 from loopax._src.loops import fori_loop as fori_loop
 from loopax._src.loops import scan as scan
 from loopax._src.loops import while_loop as while_loop

@@ -89,7 +89,9 @@ loopax:
   Truncated(last=, window=)
     in_words(kind)
     run(call)
-  compare(fn, *args, kinds=, argnums=, rounds=)
+  Tuned(memory=, cache=)
+    plan(loop)
+  compare(fn, *args, kinds=, argnums=, rounds=, cache=)
   cond(pred, true_fun, false_fun, *operands, operand=, lanes=)
   configure(*, memory=, calibration=)
   durable

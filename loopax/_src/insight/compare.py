@@ -1,5 +1,6 @@
 """`compare`: every kind of loop, measured on a user's own function."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.advice import REFUSALS, aligned, in_bytes, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
 from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun, replace_jaxpr
-from loopax._src.kinds import Bounded, Checkpointed, KindLike, Residuals, to_kind
+from loopax._src.kinds import Asked, Bounded, Checkpointed, KindLike, Residuals, to_kind
+from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, positive_int
 
 # A program whose loops are of another kind, or have another derivative.
@@ -241,6 +243,7 @@ def compare(
     kinds: Sequence[KindLike | Derivative] = KINDS,
     argnums: int | Sequence[int] | None = None,
     rounds: int = 5,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Comparison:
     """Measure a function and its gradient with each kind of loop.
 
@@ -264,6 +267,9 @@ def compare(
         The numbers of the arguments with respect to which a gradient is taken. None: all floating-point arrays.
     rounds
         How often each program is run: an int from 1 on. `compare` reports medians. The default is 5.
+    cache
+        A folder. The fastest of the kinds is written there, for all loops of the function whose gradient is taken. A
+        loop of kind `Tuned(cache=folder)` then takes this kind, if it is one of those that `Tuned()` chooses from.
 
     Returns
     -------
@@ -277,7 +283,7 @@ def compare(
     TypeError
         - As in `explain`.
         - `kinds` is not a sequence of kinds.
-        - `rounds` is not an int.
+        - `rounds` is not an int, or `cache` is no path.
     ValueError
         - As in `explain`.
         - The function holds no loop of loopax.
@@ -295,6 +301,8 @@ def compare(
         raise TypeError(f"compare(kinds=...): got {kinds!r}, expected several: `kinds=[{kinds!r}]`.")
     chosen = [kind if isinstance(kind, Derivative) else to_kind(kind) for kind in kinds]
     rounds = positive_int("compare(rounds=...)", rounds, "runs of each program", _ROUNDS)
+    if cache is not None and not isinstance(cache, str | os.PathLike):
+        raise TypeError(f"compare(cache=...): got {describe(cache)}, expected the path of a folder.")
     asked = subject("compare", fn, args, argnums)
     for value, array in zip(asked.inputs, asked.program.arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
@@ -321,7 +329,20 @@ def compare(
     traced = [_traced(fn, asked, None, ", ".join(filter(None, names)))]
     traced += [_traced(fn, asked, choice, repr(choice)) for choice in chosen]
     first, *others = _measured(traced, asked.program.arrays, rounds)
+    if cache is not None:
+        _remember(cache, asked, (first, *others), [kind for kind in chosen if isinstance(kind, Kind)])
     return Comparison(asked.name, (replace(first, is_chosen=True), *others))
+
+
+def _remember(folder: str | os.PathLike[str], asked: Subject, rows: Sequence[Measured], kinds: Sequence[Kind]) -> None:
+    """The fastest kind, for the loops of the gradient. Kinds that lead to the same program share a row."""
+    pairs = ((kind, row) for kind in kinds for row in rows if row._shared_with(repr(kind)) is row and not row.problem)
+    times = {kind: row.gradient_ms for kind, row in pairs}
+    if times:
+        loops = Asked()
+        gradient_of(with_kind(asked.program.closed, loops), asked.perturbed)
+        listed = ", ".join(f"{kind} {ms:.3g}" for kind, ms in times.items())
+        loops.remember(folder, min(times, key=lambda kind: times[kind]), f"compared, milliseconds: {listed}")
 
 
 def _as_written(loops: Sequence[FoundLoop]) -> dict[str, None]:

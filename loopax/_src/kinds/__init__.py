@@ -10,3 +10,4 @@ from loopax._src.kinds.implicit import Implicit
 from loopax._src.kinds.reversible import Reversible
 from loopax._src.kinds.storing import Bounded, Checkpointed, Lax, Residuals
 from loopax._src.kinds.truncated import Truncated
+from loopax._src.kinds.tuned import Asked, Tuned

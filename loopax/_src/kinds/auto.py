@@ -11,7 +11,7 @@ from loopax._src.kinds.storing import Bounded, Checkpointed, Lax, Residuals
 from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_tracers
 from loopax._src.settings import settings
 
-_MEMORY = Why(
+MEMORY = Why(
     "what a gradient stores", "give the most bytes that a gradient may take: one budget serves every number of steps"
 )
 
@@ -60,7 +60,7 @@ class Auto(Kind):
     def __post_init__(self) -> None:
         """Check the arguments."""
         if self.memory is not None:
-            object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", _MEMORY))
+            object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", MEMORY))
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
@@ -70,8 +70,18 @@ class Auto(Kind):
         """See `Kind.plan`."""
         if not loop.sizes_are_known:
             return Checkpoints(reason="sizes are not known when the loop is traced")
-        memory = settings().memory if self.memory is None else self.memory
-        budget = int(memory * loop.share)
+        costs, budget = self._candidates(loop), self._budget(loop)
+        if loop.bound is None:
+            ((checkpointed, cost),) = costs.items()
+            return checkpointed.plan(loop).because(f"no static bound: {cost.stored}, of at most {budget} bytes")
+        best = min(costs, key=lambda kind: costs[kind].time)
+        listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
+        reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
+        return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
+
+    def _candidates(self, loop: LoopFacts) -> dict[Kind, Cost]:
+        """The kinds that fit in the memory, and what they cost."""
+        budget = self._budget(loop)
         if loop.step.carry_bytes > budget:
             least = ceil(loop.step.carry_bytes / loop.share)
             raise ValueError(
@@ -80,14 +90,13 @@ class Auto(Kind):
                 "times as much makes it three to four times as fast."
             )
         if loop.bound is None:
-            checkpointed = Checkpointed(DEFAULT_SLOTS)._within(budget, loop)
-            stored = checkpointed.cost(loop).stored
-            return checkpointed.plan(loop).because(f"no static bound: {stored}, of at most {budget} bytes")
-        costs = fitting(loop, loop.bound, budget)
-        best = min(costs, key=lambda kind: costs[kind].time)
-        listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
-        reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
-        return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
+            kind = Checkpointed(DEFAULT_SLOTS)._within(budget, loop)
+            return {kind: kind.cost(loop)}
+        return fitting(loop, loop.bound, budget)
+
+    def _budget(self, loop: LoopFacts) -> int:
+        memory = settings().memory if self.memory is None else self.memory
+        return int(memory * loop.share)
 
 
 def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:

@@ -4,7 +4,7 @@ To know it, a step is evaluated partially. Partial evaluation needs a plan itsel
 handed to what stands here, as `split`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from sys import maxsize
 from typing import Any, NamedTuple
@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src.core.autodiff.measuring import Linearized, measured, obstacle
 from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, ResidualFacts, StepFacts
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.access_order import writes_rows
 from loopax._src.core.jaxpr.cost import ROW, STEP, arithmetic, evaluation, is_function
-from loopax._src.core.jaxpr.util import num_bytes, trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun, keep_bits
+from loopax._src.core.jaxpr.util import flatten, num_bytes, select, trace, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, keep_bits
 from loopax._src.settings import costs
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
@@ -112,6 +113,9 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
             writes_rows=writes_rows(loop.body),
             _measure_step=partial(_measure_step, loop, unknown, split),
             _measure_residuals=partial(_measure_residuals, loop, unknown, split),
+            _measure_plans=partial(_measure_plans, loop, unknown, split),
+            _obstacle=partial(obstacle, loop),
+            _program=partial(_program, loop.body, flatten(unknown)),
         )
     )
     if not isinstance(plan, Plan):
@@ -127,6 +131,20 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
             f"{GIVE_BOUND}"
         )
     return plan
+
+
+def _program(body: ClosedJaxpr, unknown: Sequence[bool]) -> str:
+    """The body as a text, without inputs that nobody reads: a loop may have lost them on its way, or not."""
+    program, used = dce(body, [True] * len(body.out_avals), False)
+    return f"{select(used[1:], unknown)} {program}"
+
+
+def _measure_plans(
+    loop: Loop, unknown: LoopInputs, split: Split, plans: Sequence[Plan], step: float, deadline: float
+) -> list[float | None]:
+    """Run the gradient as each plan stores it."""
+    parts = split(loop, EveryCarry(), unknown)
+    return measured(Linearized(loop, parts.unknown, parts.unknown_outputs), plans, step, deadline)
 
 
 def _measure_step(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:

@@ -197,6 +197,10 @@ class LoopFacts:
     writes_rows: bool
     _measure_step: Callable[[], StepFacts]
     _measure_residuals: Callable[[], ResidualFacts]
+    # For `Tuned`: what time a step takes by each plan, why nothing can be measured, and the program as a text.
+    _measure_plans: Callable[[Sequence[Plan], float, float], list[float | None]]
+    _obstacle: Callable[[], str]
+    _program: Callable[[], str]
 
     @cached_property
     def step(self) -> StepFacts:
