@@ -85,7 +85,8 @@ def while_loop(
         with one.
     kind
         What a gradient stores. `"auto"`: the fastest choice that fits in 256 MiB (see `Auto`). Give one of `Auto()`,
-        `Lax()`, `Checkpointed()`, `Bounded()` and `Residuals()`, the lower-case name of one, or `Reversible(inverse)`.
+        `Tuned()`, `Lax()`, `Checkpointed()`, `Bounded()` and `Residuals()`, the lower-case name of one, or
+        `Reversible(inverse)`.
     derivative
         Which derivative the loop has. None: that of its steps. `Implicit()` or `"implicit"`: that of the fixed point to
         which the loop converges. `Truncated(last=k)`: that of the last k steps.

@@ -11,7 +11,7 @@ import loopax as lx
 from tests.support.limited_loops import RUN_TIME, SUM, fori_loop, raises, rows_up_to, scan, while_loop
 from tests.support.reference import assert_close
 
-KINDS_TO_CHOOSE = ["'auto'", "'lax'", "'checkpointed'", "'bounded'", "'residuals'"]
+KINDS_TO_CHOOSE = ["'auto'", "'tuned'", "'lax'", "'checkpointed'", "'bounded'", "'residuals'"]
 NOT_ONE_KEY = ["key", jnp.zeros(2), jnp.zeros(3, jnp.uint32), jnp.zeros((2, 2), jnp.uint32), jnp.zeros((), jnp.uint32)]
 BAD: Any = [
     ("kind", ["Auto", None, 3], ValueError, KINDS_TO_CHOOSE),

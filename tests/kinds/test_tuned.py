@@ -233,6 +233,7 @@ def test_symbolic_sizes_are_not_measured(timed):
 
 
 def test_arguments():
+    assert isinstance(chosen(slope("tuned"), X), tuple(FASTEST.values()))
     assert repr(lx.Tuned()) == "Tuned()"
     assert repr(lx.Tuned(memory=100, cache="a")) == "Tuned(memory=100, cache='a')"
     with pytest.raises(TypeError, match="cache"):

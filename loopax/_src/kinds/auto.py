@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
-from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Derivative, Kind, LoopFacts, Plan
+from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Kind, LoopFacts, Plan
 from loopax._src.jax_internals import api_boundary
-from loopax._src.kinds.implicit import Implicit
-from loopax._src.kinds.storing import Bounded, Checkpointed, Lax, Residuals
-from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_tracers
+from loopax._src.kinds.storing import Bounded, Checkpointed, Residuals
+from loopax._src.pytrees.static import Why, positive_int
 from loopax._src.settings import settings
 
 MEMORY = Why(
@@ -110,44 +109,3 @@ def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
 def _name(kind: Kind) -> str:
     number = getattr(kind, "checkpoints", None)
     return type(kind).__name__ + ("" if number is None else f"({number})")
-
-
-# The arguments `kind` and `derivative`: an object, or the name of one.
-
-
-_WHY = Why("the program of a gradient", "choose one for all calls: values do not depend on it")
-
-KindLike = Kind | Literal["auto", "lax", "checkpointed", "bounded", "residuals"]
-DerivativeLike = Derivative | Literal["implicit"] | None
-_BY_NAME: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Auto, Lax, Checkpointed, Bounded, Residuals)}
-_DERIVATIVES: dict[str, type[Any]] = {"implicit": Implicit}
-_WRITTEN = {"implicit": "lx.Implicit()", "truncated": "lx.Truncated(last=5)"}
-
-
-def to_kind(kind: KindLike) -> Kind:
-    """The object behind the `kind` argument."""
-    refuse_tracers("kind=...", kind, "a kind or the name of one", _WHY)
-    if isinstance(kind, Kind):
-        return kind
-    if isinstance(kind, str) and kind in _BY_NAME:
-        return _BY_NAME[kind]()
-    is_class = isinstance(kind, type) and issubclass(kind, Derivative)
-    if isinstance(kind, Derivative) or is_class or (isinstance(kind, str) and kind in _WRITTEN):
-        name = getattr(kind, "__name__", str(kind))
-        raise ValueError(
-            f"kind={name} is a derivative, and `kind` says what a gradient stores. Write "
-            f"derivative={_WRITTEN.get(name.lower(), name)}, which while_loop, fori_loop, scan and rollout take."
-        )
-    raise ValueError(no_choice("kind", kind, "a kind of loop", _BY_NAME, {"reversible": "lx.Reversible(inverse)"}))
-
-
-def to_derivative(derivative: DerivativeLike) -> Derivative | None:
-    """The object behind the `derivative` argument."""
-    refuse_tracers("derivative=...", derivative, "a derivative or the name of one", _WHY)
-    if derivative is None or isinstance(derivative, Derivative):
-        return derivative
-    if isinstance(derivative, str) and derivative in _DERIVATIVES:
-        return _DERIVATIVES[derivative]()
-    if isinstance(derivative, Kind):
-        raise ValueError(f"derivative={derivative!r} is a kind, which says what is stored: write kind={derivative!r}.")
-    raise ValueError(no_choice("derivative", derivative, "a derivative of a loop", _DERIVATIVES, _WRITTEN))

@@ -52,7 +52,9 @@ def cost_of_rows(loop: LoopFacts, row_bytes: int, added: float, read_bytes: int 
     """
     if loop.bound is None:
         return None
-    stored = costs().storing(row_bytes, loop.bound * row_bytes) / (LOOSE_BOUND_STEPS if loop.bound_is_loose else 1)
+    # What the other loops store that share the memory goes through the same caches: groups of lanes, or lanes alone.
+    in_all = loop.bound * row_bytes / loop.share
+    stored = costs().storing(row_bytes, in_all) / (LOOSE_BOUND_STEPS if loop.bound_is_loose else 1)
     time = stored + costs().computed_byte * max(read_bytes - row_bytes, 0)
     memory = loop.bound * row_bytes / (LOOSE_BOUND_MEMORY if loop.bound_is_loose else 1)
     return Cost(memory, time + added)
