@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import loopax as lx
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
-from loopax._src.core.autodiff import planning
+from loopax._src.core.autodiff import measuring, planning
 from loopax._src.kinds import tuned
 from tests.kinds.test_auto import chosen
 
@@ -206,6 +206,29 @@ def test_a_loop_that_ends_by_its_values_is_measured():
 
 def test_a_loop_that_looks_at_its_steps_is_measured():
     assert "measured in" in chosen(slope(lx.Tuned(), finite=True), X).reason
+
+
+def test_what_is_made_up_may_become_nan():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        gradient = jax.grad(lambda x: lx.fori_loop(0, 9, lambda _, x: x / (1.0 - x**3), x, kind=lx.Tuned()).sum())
+        assert "measured in" in chosen(gradient, X).reason
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_few_steps(steps, reverse):
+    xs = jnp.linspace(0.1, 0.9, steps)
+    loss = lambda kind: lambda x: lx.scan(lambda c, x: (jnp.sin(c) * x, c), x, xs, reverse=reverse, kind=kind)[0].sum()
+    np.testing.assert_allclose(jax.grad(loss("tuned"))(X), jax.grad(loss("residuals"))(X))
+
+
+def test_where_the_device_runs_nothing_auto_chooses_with_a_warning(monkeypatch):
+    def refused(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(measuring, "_gradient", lambda *_: refused)
+    with pytest.warns(UserWarning, match="the device runs none"):
+        slope(lx.Tuned())(X)
 
 
 def test_where_one_kind_is_possible_nothing_is_measured(timed):

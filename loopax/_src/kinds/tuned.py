@@ -94,21 +94,25 @@ class Tuned(Kind):
             _warn("sizes are not known when the loop is traced")
             return auto.plan(loop)
         candidates = auto._candidates(loop)
-        if len(candidates) == 1:
+        if len(candidates) == 1 or loop.bound == 0:
             return auto.plan(loop)
         names = {repr(kind): kind for kind in candidates}
         key = _key(loop, names)
         found = _remembered(self.cache, key)
         if found is not None and found.chosen in names:
             return names[found.chosen].plan(loop).because(f"{found.reason} (remembered)")
-        if why := loop._obstacle():
+        assert loop._measuring is not None
+        if why := loop._measuring.obstacle():
             _warn(why)
             return auto.plan(loop)
         begun = time.perf_counter()
         plans = {name: kind.plan(loop) for name, kind in names.items()}
         step = min(cost.time for cost in candidates.values())
-        times = loop._measure_plans(list(plans.values()), step, _DEADLINE)
+        times = loop._measuring.times(list(plans.values()), step, _DEADLINE)
         known = {name: ns for name, ns in zip(plans, times, strict=True) if ns is not None}
+        if not known:
+            _warn("the device runs none of the candidates")
+            return auto.plan(loop)
         near = [name for name in known if known[name] <= _NEAR * min(known.values())]
         listed = ", ".join(f"{name.replace('()', '')} {ns:.0f}" for name, ns in known.items())
         choice = _Choice(
@@ -165,7 +169,8 @@ def _key(loop: LoopFacts, candidates: Iterable[str]) -> str:
     device = jax.devices()[0]
     versions = jax.__version__, version("jaxlib"), version("loopax")
     facts = loop.bound, loop.is_fixed, loop.bound_is_loose, loop.share, *candidates
-    text = re.sub(r" at 0x[0-9a-f]+|<[^<>]*0x[0-9a-f]+[^<>]*>", "", loop._program())
+    assert loop._measuring is not None
+    text = re.sub(r" at 0x[0-9a-f]+|<[^<>]*0x[0-9a-f]+[^<>]*>", "", loop._measuring.program())
     return sha256(repr((device.platform, device.device_kind, versions, facts, text)).encode()).hexdigest()[:32]
 
 

@@ -5,7 +5,8 @@ part runs before it. So both are timed as they are compiled later. Nothing happe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -63,30 +64,33 @@ def obstacle(loop: Loop) -> str:
 
 
 def measured(given: Linearized, plans: Sequence[Plan], step: float, deadline: float) -> list[float | None]:
-    """The nanoseconds of a step by each plan, value and gradient together; None for those that time was too short for.
+    """The nanoseconds of a step by each plan, value and gradient together.
 
+    None for those that time was too short for, and for those that the device cannot run, such as for lack of memory.
     `step` is how long a step is expected to take, in nanoseconds.
     """
     end = time.perf_counter() + deadline
     shorter, num_steps = _shorter(given, step)
-    calls: list[Callable[[], Any]] = []
-    with jax.ensure_compile_time_eval():
+    calls: dict[int, Callable[[], Any]] = {}
+    # What is made up may well become NaN, and nobody is to hear of it.
+    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
         arguments = _arguments(shorter, num_steps)
-        for plan in plans:
+        for i, plan in enumerate(plans):
             if time.perf_counter() > end:
                 break
-            program = jax.jit(_gradient(shorter, plan)).lower(*arguments).compile()
-            calls.append(partial(program, *arguments))
-            jax.block_until_ready(calls[-1]())
+            with suppress(jax.errors.JaxRuntimeError):
+                call = partial(jax.jit(_gradient(shorter, plan)).lower(*arguments).compile(), *arguments)
+                jax.block_until_ready(call())
+                calls[i] = call
         best = _least_seconds(calls, end)
-    return [*(1e9 * seconds / num_steps for seconds in best), *[None] * (len(plans) - len(calls))]
+    return [1e9 * best[i] / num_steps if i in best else None for i in range(len(plans))]
 
 
-def _least_seconds(calls: Sequence[Callable[[], Any]], end: float) -> list[float]:
+def _least_seconds(calls: Mapping[int, Callable[[], Any]], end: float) -> dict[int, float]:
     """The least of each; all are called in turn."""
-    best, begun = [inf] * len(calls), time.perf_counter()
+    best, begun = dict.fromkeys(calls, inf), time.perf_counter()
     for number in range(ROUNDS):
-        for i, call in enumerate(calls):
+        for i, call in calls.items():
             start = time.perf_counter()
             jax.block_until_ready(call())
             best[i] = min(best[i], time.perf_counter() - start)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.autodiff.measuring import Linearized, measured, obstacle
-from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, ResidualFacts, StepFacts
+from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, Measuring, ResidualFacts, StepFacts
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.access_order import writes_rows
@@ -113,9 +113,11 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
             writes_rows=writes_rows(loop.body),
             _measure_step=partial(_measure_step, loop, unknown, split),
             _measure_residuals=partial(_measure_residuals, loop, unknown, split),
-            _measure_plans=partial(_measure_plans, loop, unknown, split),
-            _obstacle=partial(obstacle, loop),
-            _program=partial(_program, loop.body, flatten(unknown)),
+            _measuring=Measuring(
+                partial(_measure_plans, loop, unknown, split),
+                partial(obstacle, loop),
+                partial(_program, loop.body, flatten(unknown)),
+            ),
         )
     )
     if not isinstance(plan, Plan):

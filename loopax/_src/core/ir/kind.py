@@ -140,6 +140,14 @@ class ResidualFacts(NamedTuple):
     calls: float = 0.0
 
 
+class Measuring(NamedTuple):
+    """What `Tuned` may ask for: the times of a step by several plans, why there are none, and the loop as a text."""
+
+    times: Callable[[Sequence[Plan], float, float], list[float | None]]  # of plans, an estimate, a deadline
+    obstacle: Callable[[], str]
+    program: Callable[[], str]
+
+
 class Cost(NamedTuple):
     """What a kind costs for a loop.
 
@@ -197,10 +205,7 @@ class LoopFacts:
     writes_rows: bool
     _measure_step: Callable[[], StepFacts]
     _measure_residuals: Callable[[], ResidualFacts]
-    # For `Tuned`: what time a step takes by each plan, why nothing can be measured, and the program as a text.
-    _measure_plans: Callable[[Sequence[Plan], float, float], list[float | None]]
-    _obstacle: Callable[[], str]
-    _program: Callable[[], str]
+    _measuring: "Measuring | None" = None
 
     @cached_property
     def step(self) -> StepFacts:
