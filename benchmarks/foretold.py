@@ -17,12 +17,12 @@ import loopax as lx
 from benchmarks import everyday
 from benchmarks.drawn import drawn
 from benchmarks.groups import Findings
+from benchmarks.measure import Case, measure
 from benchmarks.ragged_batches import BATCHES
-from loopax._src.insight.compare import compiled, interleaved
 from loopax._src.kinds import tuned
 
 KINDS: dict[str, lx.Kind] = {"Residuals": lx.Residuals(), "Bounded": lx.Bounded(), "Checkpointed": lx.Checkpointed()}
-SECONDS, ROUNDS = 1.2, (5, 25)  # for the rounds of a program, of which there are at least and at most so many
+ROUNDS = 15
 RANDOM = 100
 ORDERS = "gradient of lanes", "lanes of gradients"
 
@@ -61,16 +61,9 @@ def random_ones() -> Iterator[Program]:
 
 def times(program: Program) -> dict[str, dict[str, float]]:
     """The milliseconds and MiB of each kind, all run in turn."""
-    made = {name: compiled(program.of(kind), program.arguments) for name, kind in KINDS.items()}
-    calls = [one.call for one in made.values()]
-    for call in calls:
-        call()
-    start = time.perf_counter()
-    for call in calls:
-        call()
-    rounds = int(min(max(SECONDS / (time.perf_counter() - start), ROUNDS[0]), ROUNDS[1]))
-    found = zip(made.items(), interleaved(calls, rounds), strict=True)
-    return {name: {"ms": round(ms, 4), "mib": round(one.temporary_mib, 4)} for (name, one), ms in found}
+    cases = [Case(name, program.of(kind), program.arguments) for name, kind in KINDS.items()]
+    found = measure(cases, ROUNDS).items()
+    return {name: {"ms": round(one.milliseconds, 4), "mib": round(one.temporary_mib, 4)} for name, one in found}
 
 
 def taken_by_tuned(program: Program) -> tuple[set[str], float]:

@@ -100,7 +100,7 @@ def _least_seconds(calls: Mapping[int, Callable[[], Any]], end: float) -> dict[i
 
 
 def _shorter(given: Linearized, step: float) -> tuple[Linearized, int]:
-    """The same loop without effects, of so many steps that a call takes some time, and not long; and how many."""
+    """A loop of this body without effects, with enough steps to be timed and no more; and how many it takes."""
     loop, most = given.loop, int(min(max(1e9 * SECONDS_PER_CALL / max(step, 1.0), LEAST_STEPS), MOST_STEPS))
     bound = loop.bound and min(loop.bound, most)
     num_steps = most if bound is None else max(bound // 2, 1) if loop.bound_is_loose else bound

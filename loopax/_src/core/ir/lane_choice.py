@@ -46,7 +46,7 @@ def of_parts(how: Lanes, body: ClosedJaxpr, num_consts: int) -> Lanes:
 
 
 def of_uniform(how: Lanes, lanes: Any) -> Lanes:
-    """The same for a loop each of whose lanes is a batch of so many, all of which take the same steps."""
+    """The lanes of a loop that does at once what so many loops did, all of which take the same steps."""
     if not isinstance(how, Priced) or not isinstance(lanes, int):
         return how
     of_lane, of_batch, alone, widest = how.cost
