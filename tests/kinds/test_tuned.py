@@ -21,6 +21,15 @@ STEPS = 40
 FASTEST = {"residuals": EveryResidual, "bounded": EveryCarry, "checkpointed": Checkpoints}
 
 
+class Measurements:
+    def __init__(self):
+        self.calls, self.fastest = [], "bounded"
+
+    def __call__(self, given, plans, step, deadline):
+        self.calls.append(given)
+        return [1.0 if isinstance(plan, FASTEST[self.fastest]) else 2.0 for plan in plans]
+
+
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
     monkeypatch.setattr(tuned, "_process", {})
@@ -30,16 +39,9 @@ def nothing_remembered(monkeypatch):
 @pytest.fixture
 def timed(monkeypatch):
     """Count measurements, and say what they find: the fastest of residuals, carries and checkpoints."""
-    calls = []
-
-    def measured(given, plans, step, deadline):
-        fastest = calls.append(given) or timed.fastest
-        return [1.0 if isinstance(plan, FASTEST[fastest]) else 2.0 for plan in plans]
-
-    timed = measured
-    timed.fastest, timed.calls = "bounded", calls
-    monkeypatch.setattr(planning, "measured", measured)
-    return timed
+    measurements = Measurements()
+    monkeypatch.setattr(planning, "measured", measurements)
+    return measurements
 
 
 def swung(x, kind, steps=STEPS, **options):
@@ -131,7 +133,7 @@ def test_compare_fills_the_folder(timed, tmp_path):
 
 def test_compare_takes_a_path(tmp_path):
     with pytest.raises(TypeError, match="cache"):
-        lx.compare(lambda x: swung(x, "auto"), X, cache=3)
+        lx.compare(lambda x: swung(x, "auto"), X, cache=3)  # type: ignore
 
 
 # ---- measurements
@@ -260,7 +262,7 @@ def test_arguments():
     assert repr(lx.Tuned()) == "Tuned()"
     assert repr(lx.Tuned(memory=100, cache="a")) == "Tuned(memory=100, cache='a')"
     with pytest.raises(TypeError, match="cache"):
-        lx.Tuned(cache=3)
+        lx.Tuned(cache=3)  # type: ignore
     with pytest.raises(ValueError, match="memory"):
         lx.Tuned(memory=0)
     with warnings.catch_warnings():

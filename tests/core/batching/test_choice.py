@@ -117,7 +117,7 @@ def test_no_stage_is_refilled_on_another_device(monkeypatch):
 @pytest.mark.parametrize("order", ["lanes of gradients", "gradient of lanes"])
 def test_a_gradient_chooses_as_its_loop_does(order):
     """A sweep needs less of a step: here not the product, for which the loop keeps its lanes together."""
-    weights, steps, starts = 0.003 * np.ones((400, 400), np.float32), np.array([3, 9]), np.float32([0.3, 0.5])
+    weights, steps, starts = 0.003 * np.ones((400, 400), np.float32), np.array([3, 9]), np.array([0.3, 0.5], np.float32)
 
     def last(a, n, lanes):
         body = lambda _, c: (jnp.sin(a * c[0] + 0.1), weights @ c[1] + a * c[0].sum())
