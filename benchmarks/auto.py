@@ -12,7 +12,6 @@ from benchmarks.cost_programs import Program
 from benchmarks.groups import Findings
 from loopax._src.core import LoopFacts, Plan
 from loopax._src.insight.compare import compiled, interleaved
-from loopax._src.kinds.auto import fitting
 from loopax._src.settings import DEFAULT_MEMORY
 
 ROUNDS = 15
@@ -54,7 +53,7 @@ class Choices:
 
     def within(self, budget: int) -> list[lx.Kind]:
         """The kinds that fit."""
-        return list(fitting(self.loop, self.loop.bound or 0, budget))
+        return list(lx.Auto(budget)._candidates(self.loop))
 
     @property
     def kinds(self) -> list[lx.Kind]:

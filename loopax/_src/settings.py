@@ -16,31 +16,31 @@ DEFAULT_MEMORY = 256 * 2**20  # bytes
 # were fitted on a CPU (docs/benchmark.md). On a GPU all but the last two are a thousand times as small, and their
 # ratios similar.
 
-CACHE_BYTES = 32 * 2**20
-# The allocator of a CPU gets larger arrays from the operating system and gives them back after each use.
-ALLOCATOR_BYTES = 64 * 2**20
+NEAR_BYTES = 3 * 2**18  # in the cache of one core
+CACHE_BYTES = 24 * 2**20
 
 
 class Costs(NamedTuple):
     """In nanoseconds."""
 
-    cached_byte: float = 0.3  # stored and read again, if all that is stored fits in a cache
-    memory_byte: float = 0.6  # if it does not
-    new_byte: float = 0.7  # if the allocator has no room for it
-    computed_byte: float = 0.15  # read again, computed from what is stored and not fused
-    product: float = 0.015  # a multiplication or an addition of a matrix product
-    convolution: float = 0.085
-    elementwise: float = 0.18  # an element of a cheap operation
-    function: float = 0.4  # of one that takes some instructions, such as `exp` and `tanh`
-    slow_function: float = 4.0  # of one that takes many, such as `sin` and `pow`
-    call: float = 75.0  # an operation that is not fused with others, on top of its arithmetic
-    step: float = 300.0  # of a loop, on top of its body
+    near_byte: float = 0.025  # stored and read again, if all that is stored fits in the cache of a core
+    cached_byte: float = 0.17  # if it fits in a cache
+    memory_byte: float = 0.9  # if it does not
+    product: float = 0.019  # a multiplication or an addition of a matrix product
+    convolution: float = 0.19
+    elementwise: float = 0.22  # an element of a cheap operation
+    function: float = 0.6  # of one that takes some instructions, such as `exp` and `tanh`
+    narrow_function: float = 6.2  # and on top of it in rows of few elements, for which there are no vector instructions
+    slow_function: float = 3.8  # of one that takes many, such as `sin` and `pow`
+    comparison: float = 8.5  # of a sort
+    call: float = 200.0  # an operation that is not fused with others, on top of its arithmetic
+    step: float = 100.0  # of a loop, on top of its body
 
     def storing(self, num_bytes: float, in_all: float) -> float:
         """Storing so many bytes per step and reading them again, if there are so many in all."""
-        if in_all <= CACHE_BYTES:
-            return num_bytes * self.cached_byte
-        return num_bytes * (self.memory_byte if in_all <= ALLOCATOR_BYTES else self.new_byte)
+        if in_all <= NEAR_BYTES:
+            return num_bytes * self.near_byte
+        return num_bytes * (self.cached_byte if in_all <= CACHE_BYTES else self.memory_byte)
 
 
 class Settings(NamedTuple):

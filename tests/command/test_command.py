@@ -203,10 +203,10 @@ def test_command_writes_a_file(tmp_path, capsys):
 
 def test_choices_follow_the_calibration(tmp_path):
     names = []
-    for changes in ({"function": 1e3}, {"cached_byte": 1e3}, {"function": 1e3}):
+    for changes in ({"function": 1e3}, {"near_byte": 1e3}, {"function": 1e3}):
         lx.configure(calibration=written(tmp_path, **changes))
         names.append(stored().kind)
-    assert names == ["Residuals()", "Bounded()", "Residuals()"]
+    assert names == ["Residuals()", "Checkpointed()", "Residuals()"]
 
 
 def test_compiled_programs_are_traced_once_for_each_setting(tmp_path):

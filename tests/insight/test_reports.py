@@ -132,7 +132,7 @@ def test_the_schedule_is_the_one_that_loops_take(checkpoints, length_known, resi
     for n in [*range(40), 400, 1000]:
         kind = lx.Checkpointed(checkpoints)
         bound = n if length_known else None
-        facts = LoopFacts(bound, length_known, False, length_known, True, 1.0, False, lambda: step, lambda: rows)
+        facts = LoopFacts(bound, length_known, False, length_known, True, 1.0, False, lambda _: step, lambda _: rows)
         plan = kind.plan(facts)
         picture = schedule.picture(n, checkpoints, length_known=length_known, residuals=residuals)
         if plan.stores_residuals:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
+from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, rewriting, trace, weakly_cached
@@ -216,6 +217,7 @@ jaxi.register(
     transpose=_transpose,
     batch=batch_in_front(fill_inactive_p, "batch_axes"),  # each batch fills its lanes with one of its own
 )
+computed[fill_inactive_p] = lambda _: []  # it is fused with what reads it
 
 
 # ---- of one lane: x, where a lane that is not active is given an active one's. Operands are `active, x`.

@@ -11,8 +11,9 @@ from loopax._src.core.autodiff.jvp import jvp_loop
 from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.planning import plan_of
 from loopax._src.core.autodiff.transpose import sweep_of, transposed_step
-from loopax._src.core.ir.lanes import CPU_LANES, Compact, Free
-from loopax._src.core.ir.loop import LoopInputs
+from loopax._src.core.ir.lane_choice import chosen
+from loopax._src.core.ir.lanes import CPU_LANES, Compact, Free, Lockstep, Sequential, group_sizes
+from loopax._src.core.ir.loop import Loop, LoopInputs
 from loopax._src.core.ir.plan import Slots, with_known_length
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
 from loopax._src.core.lowering.sweep_bodies import recording_of
@@ -91,12 +92,25 @@ class Stored:
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 
+def _of_one_lane(found: FoundLoop) -> Loop:
+    """The loop of one of the lanes, whose kind chooses for all that take steps with it."""
+    loop, lanes = found.loop, found.lanes
+    if lanes < 2:
+        return loop
+    how, together = chosen(loop.lanes, loop.body, loop.num_consts, lanes), lanes
+    if isinstance(how, Compact):
+        together = max(size for _, size in group_sizes(how, lanes))
+    elif isinstance(how, Sequential):
+        together = 1
+    return loop._replace(share=loop.share * together / lanes, lanes=Lockstep(), kind=loop.kind._for_lanes(together))
+
+
 def stored_of(found: FoundLoop) -> tuple[Stored | None, str]:
     """What a gradient of a loop stores, if any is taken of it, or why none can be.
 
     Such as reverse mode that a kind does not have, or too little memory for `Auto`.
     """
-    loop = found.loop._replace(share=found.loop.share / max(found.lanes, 1))
+    loop = _of_one_lane(found)
     bound, given = loop.bound, loop.inputs([value.perturbed for value in found.operands])
     if not any(map(any, given)):
         return None, ""

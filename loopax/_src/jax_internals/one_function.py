@@ -119,19 +119,24 @@ def _lower_function(ctx: Any, *operands: Any, program: ClosedJaxpr) -> list[Any]
 mlir.register_lowering(_function_p, _lower_function, platform="cpu")
 
 
-def can_be_function(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]]) -> bool:
-    """Whether XLA makes one function of a loop that does this on a CPU; `programs` are those within an equation."""
-    return MAKES_FUNCTIONS and _length(program, programs) <= _MOST_EQUATIONS
+def can_be_function(
+    program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]], lanes: int = 1
+) -> bool:
+    """Whether XLA makes one function of a loop that does this on a CPU, for so many lanes.
+
+    `programs` are those within an equation.
+    """
+    return MAKES_FUNCTIONS and _length(program, programs, lanes) <= _MOST_EQUATIONS
 
 
-def _length(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]]) -> float:
+def _length(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]], lanes: int) -> float:
     """The number of equations, also of programs within; infinite if they are too many, or one stands in no function."""
     total = 0.0
     for eqn in program.eqns:
         inner = list(programs(eqn))
-        if total > _MOST_EQUATIONS or not _is_simple(eqn, bool(inner)):
+        if total > _MOST_EQUATIONS or not _is_simple(eqn, bool(inner), lanes):
             return inf
-        total += 1 + sum(_length(program, programs) for program in inner)
+        total += 1 + sum(_length(program, programs, lanes) for program in inner)
     return total
 
 
@@ -147,7 +152,7 @@ def _programs(eqn: Any) -> list[ClosedJaxpr]:
     return [] if program is None else [program]
 
 
-def _is_simple(eqn: Any, holds_programs: bool) -> bool:
+def _is_simple(eqn: Any, holds_programs: bool, lanes: int) -> bool:
     """Whether XLA compiles an operation within a function, and is not slower there, programs in it apart."""
     arrays = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     if not all(str(x.dtype) in _DTYPES and not is_on_host(x) for x in arrays):
@@ -157,12 +162,12 @@ def _is_simple(eqn: Any, holds_programs: bool) -> bool:
     operands, computed = [x.aval for x in eqn.invars], max((x.aval.size for x in eqn.outvars), default=0)
     if operations.writes_block(eqn):
         computed = operations.update_of(eqn).aval.size
-    if computed > _MOST_COMPUTED and not _keeps_array(eqn):
+    if lanes * computed > _MOST_COMPUTED and not _keeps_array(eqn):
         return False
     if _adds_up(eqn):
         return operands[0].size <= _MOST_ADDED_UP
     if operations.is_product(eqn):
-        return _is_of_vector(operands, eqn.params["dimension_numbers"])
+        return lanes == 1 and _is_of_vector(operands, eqn.params["dimension_numbers"])
     return operations.writes_block(eqn) or operations.is_elementwise_operation(eqn) or _moves(eqn)
 
 

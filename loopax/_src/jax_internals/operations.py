@@ -147,6 +147,11 @@ _is_gather = one_of("gather")
 _reads = one_of("gather", "dynamic_slice")
 
 
+def adds_where_it_read(eqn: Any) -> bool:
+    """Whether the transpose adds to an array, at places that are computed."""
+    return _reads(eqn)
+
+
 def reads_blocks(eqn: Any) -> bool:
     """Whether a small part of the first operand is read, at places that are computed."""
     return _reads(eqn) and 0 < 4 * prod(eqn.outvars[0].aval.shape) <= prod(eqn.invars[0].aval.shape)
@@ -199,15 +204,23 @@ takes_part = one_of("gather", "dynamic_slice", "slice", "squeeze", "reshape", "e
 
 is_free = one_of(
     *("reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota"),
+    *("expand_dims", "slice", "transpose"),
     "pvary",  # changes a type of the devices of a `shard_map`
 )
 # A CPU takes some instructions for each element, or many.
 is_function = one_of(
-    *("exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "erf", "erfc", "div", "rem", "sqrt", "rsqrt")
+    *("exp", "exp2", "log", "log2", "logistic", "tanh", "erf", "erfc", "sqrt", "rsqrt")
 )
 is_slow_function = one_of(
+    *("expm1", "log1p"),
     *("pow", "cbrt", "erf_inv", "lgamma", "digamma", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
     *("sinh", "cosh", "asinh", "acosh", "atanh", "random_bits", "threefry2x32", "bessel_i0e", "bessel_i1e"),
+)
+
+# What they cost goes by the size of their operand.
+reads_more_than_it_returns = one_of(
+    *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")),
+    *("argmax", "argmin", "sort"),
 )
 
 # ---- what XLA fuses on a CPU

@@ -322,6 +322,21 @@ def meaningful_params(eqn: Any) -> dict[str, Any]:
     return {name: value for name, value in eqn.params.items() if name not in _WITHOUT_MEANING}
 
 
+def is_product_with_vector(eqn: Any) -> bool:
+    """Whether a `dot_general` reads a matrix for one vector."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    products, (of_batch, _) = products_per_result(eqn), eqn.params["dimension_numbers"][1]
+    operands = [eqn.invars[0].aval.shape, eqn.invars[1].aval.shape]
+    shared = products * prod(operands[0][axis] for axis in of_batch)
+    return any(prod(shape) == shared for shape in operands)
+
+
+def sorted_rows(eqn: Any) -> int:
+    """How many elements stand in each row that is sorted; zero: nothing is sorted."""
+    return eqn.invars[0].aval.shape[eqn.params["dimension"]] if eqn.primitive.name == "sort" else 0
+
+
 def products_per_result(eqn: Any) -> int:
     """How many products a `dot_general` or a convolution adds up for each of its results."""
     numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape

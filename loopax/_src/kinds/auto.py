@@ -1,6 +1,6 @@
 """`Auto`: the fastest of the other kinds that fits in so much memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
 
@@ -13,6 +13,10 @@ from loopax._src.settings import settings
 MEMORY = Why(
     "what a gradient stores", "give the most bytes that a gradient may take: one budget serves every number of steps"
 )
+
+_LANES = Why("how much memory each lane may use", "choose one for all calls: results do not depend on it")
+_LANES_TO_COME = 64  # between one and thousands
+_NEAR = 1.05  # times that differ by less are taken for equal
 
 
 @api_boundary
@@ -35,35 +39,46 @@ class Auto(Kind):
     memory
         The bytes that the gradient of one loop may store. None: those of `loopax.configure`, which are 256 MiB on every
         device if nothing is said.
+    num_lanes
+        The number of lanes of a `jax.vmap` outside of the gradient, which share `memory`. None: it is not known, and
+        each lane may store `memory` bytes.
 
     Raises
     ------
     TypeError
-        `memory` is not an int, or is traced.
+        `memory` or `num_lanes` is not an int, or is traced.
     ValueError
-        `memory` is less than 1. Or, where a gradient is taken, `memory` is smaller than one carry; the message gives
-        the size of the carry.
+        `memory` or `num_lanes` is less than 1. Or, where a gradient is taken, `memory` is smaller than one carry of
+        each lane; the message gives the size of the carry.
 
     Notes
     -----
     If the bound is `max_steps` and the length is known only at run time, the loop may take far fewer steps than the
     bound. `Residuals()` and `Bounded()` need room for all steps of the bound, so they then get an eighth of `memory`.
 
-    Only shapes that the gradient sees count. A `jax.vmap` outside of the gradient multiplies what is stored.
+    `jax.grad(jax.vmap(f))`: the gradient sees all lanes, and `Auto` chooses for them. `jax.vmap(jax.grad(f))`: the
+    gradient sees one lane, and the map multiplies what is stored. `Auto` then chooses for one lane; for 64 lanes if the
+    loop says how lanes run (`lanes="compact"` or others); and for `num_lanes` lanes if you give their number.
+
+    Of kinds whose estimated times differ by less than 5 %, `Auto` takes the one that stores less.
 
     """
 
     memory: int | None = None
+    num_lanes: int | None = None
     _chooses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the arguments."""
         if self.memory is not None:
             object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", MEMORY))
+        if self.num_lanes is not None:
+            object.__setattr__(self, "num_lanes", positive_int("Auto(num_lanes=...)", self.num_lanes, "lanes", _LANES))
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
-        return "Auto()" if self.memory is None else f"Auto(memory={self.memory})"
+        given = {"memory": self.memory, "num_lanes": self.num_lanes}
+        return f"Auto({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
 
     def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`."""
@@ -73,16 +88,27 @@ class Auto(Kind):
         if loop.bound is None:
             ((checkpointed, cost),) = costs.items()
             return checkpointed.plan(loop).because(f"no static bound: {cost.stored}, of at most {budget} bytes")
-        best = min(costs, key=lambda kind: costs[kind].time)
+        least = min(cost.time for cost in costs.values())
+        near = [kind for kind, cost in costs.items() if cost.time <= _NEAR * least]
+        best = min(near, key=lambda kind: costs[kind].memory)
         listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
-        reason = f"at most {budget} bytes for {loop.bound} steps; expected to add to a step, in nanoseconds: {listed}"
+        lanes = f" of each of {self._lanes(loop)} lanes" if self._lanes(loop) > 1 else ""
+        reason = f"at most {budget} bytes for {loop.bound} steps{lanes}; expected nanoseconds for a step"
+        reason += f"{' of all' if lanes else ''}: {listed}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
 
+    def _for_lanes(self, lanes: int) -> Kind:
+        return replace(self, num_lanes=lanes)
+
+    def _lanes(self, loop: LoopFacts) -> int:
+        """The lanes outside of the gradient for which the choice is made."""
+        return self.num_lanes or (_LANES_TO_COME if loop.lanes_to_come else 1)
+
     def _candidates(self, loop: LoopFacts) -> dict[Kind, Cost]:
-        """The kinds that fit in the memory, and what they cost."""
+        """The kinds that fit in the memory, and what they cost: bytes of one lane, and the time of all."""
         budget = self._budget(loop)
         if loop.step.carry_bytes > budget:
-            least = ceil(loop.step.carry_bytes / loop.share)
+            least = ceil(loop.step.carry_bytes * (self.num_lanes or 1) / loop.share)
             raise ValueError(
                 f"Auto(memory={self.memory}): the gradient of this loop stores at least one carry, which has {least} "
                 f"bytes (what the derivative needs of it). Give memory={least} or more; for n steps, about 2 sqrt(n) "
@@ -91,19 +117,21 @@ class Auto(Kind):
         if loop.bound is None:
             kind = Checkpointed(DEFAULT_SLOTS)._within(budget, loop)
             return {kind: kind.cost(loop)}
-        return fitting(loop, loop.bound, budget)
+        of_all = replace(loop, lanes=self._lanes(loop))
+        costs = {kind: kind.cost(of_all) for kind in _kinds(loop, loop.bound, budget)}
+        return {kind: cost for kind, cost in costs.items() if cost and cost.memory <= budget}
 
     def _budget(self, loop: LoopFacts) -> int:
         memory = settings().memory if self.memory is None else self.memory
-        return int(memory * loop.share)
+        return int(memory * loop.share / (self.num_lanes or 1))
 
 
-def fitting(loop: LoopFacts, bound: int, budget: int) -> dict[Kind, Cost]:
-    """The kinds that fit in so many bytes, and what they cost."""
+def _kinds(loop: LoopFacts, bound: int, budget: int) -> list[Kind]:
+    """Those that there are to choose from, with as many checkpoints as have room in so many bytes."""
     kinds: list[Kind] = [Residuals(), Bounded(), Checkpointed()._within(budget, loop)]
     if loop.is_fixed and loop.step.carry_bytes and bound * loop.residuals.stored_bytes > budget:
         kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, bound)))
-    return {kind: cost for kind in kinds if (cost := kind.cost(loop)) and cost.memory <= budget}
+    return kinds
 
 
 def _name(kind: Kind) -> str:

@@ -306,7 +306,8 @@ class Reversible(Kind):
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`: a backward step evaluates the inverse, and the step for its derivative."""
-        return Cost(loop.step.carry_bytes, time=2 * loop.step.evaluation, stored="the last carry")
+        forward = loop.step.evaluation + loop.step.overhead
+        return Cost(loop.step.carry_bytes, time=2 * forward + loop.step.derivative, stored="the last carry")
 
     def in_words(self) -> str:
         """See `Kind.in_words`."""

@@ -39,25 +39,34 @@ class Lax(Kind):
         return Residuals()
 
 
-# A loose bound: a loop is expected to take this share of its steps. Rows are set to zero for all of them, so they may
-# have no more than this share of the memory.
+# A loop is expected to take this share of its steps: where its bound is loose, and where lanes that have finished leave
+# a batch. Rows are set to zero for all steps. With a loose bound, they may have no more than this share of the memory.
 LOOSE_BOUND_STEPS = 1 / 2
+EARLY_END_STEPS = 1 / 7
 LOOSE_BOUND_MEMORY = 1 / 8
 
 
-def cost_of_rows(loop: LoopFacts, row_bytes: int, added: float, read_bytes: int = 0) -> Cost | None:
-    """The cost of a row for every step, and of what is added to a step besides.
+def _forward(loop: LoopFacts) -> float:
+    """The time of a step on the way forward."""
+    return loop.step.evaluation + loop.step.overhead
 
-    Where more is read than stored, a step takes as long as if all of it was stored: XLA fuses less of it.
-    """
+
+def _storing(loop: LoopFacts, row_bytes: float, rows: int) -> float:
+    """The time in which a row is stored and read again, of so many rows."""
+    # What the other loops store that share the memory goes through the same caches: groups of lanes, or lanes alone.
+    row_bytes *= loop.lanes
+    return costs().storing(row_bytes, rows * row_bytes / loop.share)
+
+
+def _cost_of_rows(loop: LoopFacts, row_bytes: int, derivative: float) -> Cost | None:
+    """The cost of a row for every step, from which its derivative takes so long."""
     if loop.bound is None:
         return None
-    # What the other loops store that share the memory goes through the same caches: groups of lanes, or lanes alone.
-    in_all = loop.bound * row_bytes / loop.share
-    stored = costs().storing(row_bytes, in_all) / (LOOSE_BOUND_STEPS if loop.bound_is_loose else 1)
-    time = stored + costs().computed_byte * max(read_bytes - row_bytes, 0)
+    taken = LOOSE_BOUND_STEPS if loop.bound_is_loose else 1
+    taken *= EARLY_END_STEPS if loop.ends_early else 1
+    stored = _storing(loop, row_bytes, loop.bound) / taken
     memory = loop.bound * row_bytes / (LOOSE_BOUND_MEMORY if loop.bound_is_loose else 1)
-    return Cost(memory, time + added)
+    return Cost(memory, _forward(loop) + derivative + stored)
 
 
 # A step that writes rows of a large array in the carry: its derivative needs far less than a carry. Then residuals of
@@ -99,7 +108,7 @@ class Residuals(Kind):
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
         residuals = loop.residuals
-        return cost_of_rows(loop, residuals.stored_bytes, residuals.calls, residuals.read_bytes)
+        return _cost_of_rows(loop, residuals.stored_bytes, residuals.derivative)
 
 
 # `Bounded`: every carry is stored, and every step evaluated again for its derivative.
@@ -124,7 +133,7 @@ class Bounded(Kind):
 
     def cost(self, loop: LoopFacts) -> Cost | None:
         """See `Kind.cost`."""
-        return cost_of_rows(loop, loop.step.carry_bytes, loop.step.evaluation)
+        return _cost_of_rows(loop, loop.step.carry_bytes, loop.step.derivative)
 
 
 # `Checkpointed`: some carries are stored, and the steps between them evaluated again.
@@ -218,21 +227,19 @@ class Checkpointed(Kind):
         if not bound or count is None or not loop.is_fixed or count * count < 4 * bound or not loop.sizes_are_known:
             return None
         carry, residuals = loop.step.carry_bytes, loop.residuals.stored_bytes
-        if not carry or costs().storing(residuals, residuals * bound) > loop.step.evaluation:
+        if not carry or _storing(loop, residuals, bound) > loop.step.evaluation:
             return None
         return last_steps(bound, count, carry, residuals)
 
     def cost(self, loop: LoopFacts) -> Cost:
         """See `Kind.cost`."""
-        count, step = self._carries(loop), loop.step
-        size = step.carry_bytes
-        time = 2 * step.evaluation + step.overhead + costs().storing(size, count * size)
+        count, size, forward = self._carries(loop), loop.step.carry_bytes, _forward(loop)
+        again = forward if size else 0.0  # from the carry before
+        time = forward + again + loop.step.derivative + _storing(loop, size, count)
         last = self._last_steps(loop)
         if last is not None and loop.bound:
-            residuals = max(loop.residuals.stored_bytes, loop.residuals.read_bytes)
-            again = 1 - last.recorded / loop.bound
-            stored = costs().storing(residuals, residuals * max(last.recorded, last.block))
-            time = again * step.evaluation + stored + costs().call + loop.residuals.calls
+            stored = _storing(loop, loop.residuals.stored_bytes, max(last.recorded, last.block))
+            time = (2 - last.recorded / loop.bound) * forward + loop.residuals.derivative + stored
         return Cost(count * size, time, stored=f"{count} carries of {size} bytes")
 
     def _within(self, memory: int, loop: LoopFacts) -> "Checkpointed":

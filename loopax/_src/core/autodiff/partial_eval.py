@@ -69,7 +69,6 @@ class PartialEval(NamedTuple):
     taken: LoopInputs  # a flag for each input: is it one of the linear part? (Of the carry: all unknown leaves.)
     last: Mask = ()  # of the known carry: buffers that the linear part reads after the last step (`buffer_versions.py`)
     hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
-    residual_avals: tuple[Any, ...] = ()  # the types of a step's residuals, also of those that are not stored
 
     @property
     def num_known_ys(self) -> int:
@@ -321,7 +320,6 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         used=LoopInputs((False,) * sizes[0], (False,) * sizes[1], x_used),
         taken=unknown,
         last=(False,) * sizes[1],
-        residual_avals=tuple(known.out_avals[p] for p in of_steps),
         hoisted=hoisted_part(without_effects(known), sizes[0], [r.position for r in residuals if r.hoisted]),
     )
 

@@ -6,6 +6,7 @@ handed to what stands here, as `split`.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ from jax import lax
 
 from loopax._src.core.autodiff.measuring import Linearized, measured, obstacle
 from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, Measuring, ResidualFacts, StepFacts
+from loopax._src.core.ir.lanes import Lockstep, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.access_order import writes_rows
-from loopax._src.core.jaxpr.cost import ROW, STEP, arithmetic, evaluation, is_function
+from loopax._src.core.jaxpr.cost import evaluation, is_function, overhead
 from loopax._src.core.jaxpr.util import flatten, num_bytes, select, trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, ad, dce, jaxpr_as_fun, keep_bits
+from loopax._src.jax_internals import ClosedJaxpr, ad, adds_where_it_read, dce, equations_in, jaxpr_as_fun, keep_bits
 from loopax._src.settings import costs
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
@@ -118,6 +120,8 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
                 partial(obstacle, loop),
                 partial(_program, loop.body, flatten(unknown)),
             ),
+            ends_early=not loop.is_fixed and (loop.share < 1 or not isinstance(loop.lanes, Lockstep)),
+            lanes_to_come=not isinstance(loop.lanes, Lockstep | Sequential),
         )
     )
     if not isinstance(plan, Plan):
@@ -149,17 +153,27 @@ def _measure_plans(
     return measured(Linearized(loop, parts.unknown, parts.unknown_outputs), plans, step, deadline)
 
 
-def _measure_step(loop: Loop, unknown: LoopInputs, split: Split) -> StepFacts:
+def _measure_step(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> StepFacts:
     """Evaluate the loop partially with carries stored."""
-    known, carry = (parts := split(loop, EveryCarry(), unknown)).known, num_bytes(parts.states)
-    if is_function(known.body):
-        return StepFacts(carry, arithmetic(known.body), STEP)
-    read = costs().cached_byte * num_bytes(known.input_avals.xs)
-    return StepFacts(carry, evaluation(known.body) + read, costs().step)
+    parts = split(loop, EveryCarry(), unknown)
+    in_function, time = is_function(parts.known.body, lanes), _derivative(loop, parts, lanes)
+    return StepFacts(
+        num_bytes(parts.states), evaluation(parts.known.body, lanes, in_function), overhead(in_function), time
+    )
 
 
-def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split) -> ResidualFacts:
+def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> ResidualFacts:
     """Evaluate the loop partially with residuals stored."""
-    parts, by_carry = (split(loop, plan, unknown) for plan in (EveryResidual(), EveryCarry()))
-    call = ROW if is_function(by_carry.known.body) else costs().call
-    return ResidualFacts(num_bytes(parts.stored), num_bytes(parts.residual_avals), call * len(parts.stored))
+    parts = split(loop, EveryResidual(), unknown)
+    return ResidualFacts(num_bytes(parts.stored), _derivative(loop, parts, lanes))
+
+
+def _derivative(loop: Loop, parts: Any, lanes: int) -> float:
+    """The time of a step of the sweep: of the linear part, which has as many operations as its transpose."""
+    linear = parts.linear
+    in_function = is_function(parts.known.body, lanes) and not any(map(adds_where_it_read, equations_in(linear.body)))
+    time = evaluation(linear.body, lanes, in_function) + overhead(in_function)
+    if lanes > 1:  # each adds up cotangents of its own for what lanes share
+        shared = select(parts.unknown.consts, loop.input_avals.consts)
+        time += lanes * costs().elementwise * sum(prod(x.shape) for x in shared)
+    return time

@@ -112,12 +112,16 @@ class StepFacts(NamedTuple):
         The estimated time of one evaluation of the step, in nanoseconds.
     overhead : float
         The overhead of one step of a loop, in nanoseconds.
+    derivative : float
+        The estimated time of the derivative of a step from its carry, in nanoseconds. It includes the overhead, and
+        what is evaluated again of the step.
 
     """
 
     carry_bytes: int
     evaluation: float
     overhead: float = 0.0
+    derivative: float = 0.0
 
 
 class ResidualFacts(NamedTuple):
@@ -127,17 +131,14 @@ class ResidualFacts(NamedTuple):
     ----------
     stored_bytes : int
         The bytes that are stored of one step.
-    read_bytes : int
-        The bytes that the derivative reads, including what it computes from stored residuals.
-    calls : float
-        The nanoseconds that storing the residuals of every step adds to a step in calls of operations. The time of the
-        bytes is not included.
+    derivative : float
+        The estimated time of the derivative of a step from its residuals, in nanoseconds. It includes the overhead of
+        a step. The time in which the residuals are stored is not included.
 
     """
 
     stored_bytes: int
-    read_bytes: int = 0
-    calls: float = 0.0
+    derivative: float = 0.0
 
 
 class Measuring(NamedTuple):
@@ -156,7 +157,7 @@ class Cost(NamedTuple):
     memory : float
         The most bytes that a gradient stores.
     time : float
-        The nanoseconds per step, beyond one evaluation of the step and its derivative.
+        The estimated nanoseconds of a step, value and gradient together.
     stored : str
         What is stored, as a text for `explain`.
 
@@ -171,7 +172,8 @@ class Cost(NamedTuple):
 class LoopFacts:
     """The facts of a loop whose gradient is taken.
 
-    The sizes include batches that `jax.vmap` makes inside the gradient.
+    Sizes and times include batches that `jax.vmap` makes inside the gradient. Times are also for `lanes` lanes of a
+    `jax.vmap` outside of it, whose number is not known where the gradient is traced.
 
     Attributes
     ----------
@@ -189,6 +191,13 @@ class LoopFacts:
         The share of the memory budget that this loop may use. Less than 1 if several loops share the budget.
     writes_rows : bool
         Whether a step writes a small part of a large array.
+    ends_early : bool
+        Whether most lanes are expected to take far fewer steps than the bound: lanes that leave a batch when they have
+        finished (`lanes="compact"` and others).
+    lanes : int
+        The lanes outside of the gradient for which times are estimated. The default is 1.
+    lanes_to_come : bool
+        Whether the loop names a way to run lanes, and no `jax.vmap` inside the gradient has used it.
     step : StepFacts
         What a step carries, and how long it takes.
     residuals : ResidualFacts
@@ -203,19 +212,22 @@ class LoopFacts:
     sizes_are_known: bool
     share: float
     writes_rows: bool
-    _measure_step: Callable[[], StepFacts]
-    _measure_residuals: Callable[[], ResidualFacts]
+    _measure_step: Callable[[int], StepFacts]
+    _measure_residuals: Callable[[int], ResidualFacts]
     _measuring: "Measuring | None" = None
+    ends_early: bool = False
+    lanes_to_come: bool = False
+    lanes: int = 1
 
     @cached_property
     def step(self) -> StepFacts:
         """What a step carries, and how long it takes."""
-        return self._measure_step()
+        return self._measure_step(self.lanes)
 
     @cached_property
     def residuals(self) -> ResidualFacts:
         """What the derivative of a step needs. For a large body, the first access takes long."""
-        return self._measure_residuals()
+        return self._measure_residuals(self.lanes)
 
 
 class Kind(ABC):
@@ -274,6 +286,11 @@ class Kind(ABC):
 
     def _where_steps_may_break(self) -> "Kind":
         """The kind of a loop of static length that may end before (`core/finite.py`)."""
+        return self
+
+    def _for_lanes(self, lanes: int) -> "Kind":
+        """The kind of one of so many lanes that take their steps together, and share the memory of the loop."""
+        del lanes
         return self
 
     def in_words(self) -> str:

@@ -1,11 +1,13 @@
 """What a step roughly costs, in nanoseconds: the arithmetic of a jaxpr, times the constants of a machine.
 
-It is for choices between alternatives that differ by more than 15 %.
+Four of five times are within a factor of two of what is measured, and most errors are the same for all alternatives: it
+is for choices between those that differ by more than 15 % (docs/benchmark.md).
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import prod
+from functools import partial
+from math import log2, prod
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -19,18 +21,22 @@ from loopax._src.settings import costs
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic
-CALL_OF_BATCH = 12.0  # an operation that XLA executes by itself, on an array of all lanes; in `Costs.call`
-CALL_ALONE = 0.4  # and on that of one lane
-STEP_ALONE = 0.04  # a step of one lane, in `Costs.step`
+CALL_OF_BATCH = 4.5  # an operation that XLA executes by itself, on an array of all lanes; in `Costs.call`
+CALL_ALONE = 0.15  # and on that of one lane
+STEP_ALONE = 0.12  # a step of one lane, in `Costs.step`
 CHEAP_STEP = 330  # elements
 MOST_ON_ONE_CORE = 65_536  # numbers that one operation computes
 # A batch whose places are refilled (docs/benchmark.md).
 SHRINK_IF_CHEAP, SHRINK_OF_CALLS = 8.0, 3.0  # of stages that are not refilled
 FEWEST_PLACES, MOST_PLACES, LANES_PER_PLACE = 8, 128, 4
 OVERHEAD_IN_PLACES = 8  # of as many lanes as there are places, in times of the overhead: more places gain little
-REFILLING, STEPS_BETWEEN = 25_000, 10  # ns, and how many steps there are between two times, say
+REFILLING, STEPS_BETWEEN = 27_000, 10  # ns, and how many steps there are between two times, say
 
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
+_NARROW = 16  # elements of a row, for which there are no vector instructions
+
+# Of a loop that is one function of a CPU, in place of a call and a step; an element, in times of that elsewhere.
+CALL_IN_FUNCTION, STEP_IN_FUNCTION, ELEMENT_IN_FUNCTION = 9.0, 1.2, 0.4
 
 
 def arithmetic(closed: ClosedJaxpr) -> float:
@@ -38,9 +44,24 @@ def arithmetic(closed: ClosedJaxpr) -> float:
     return _total(closed.eqns, _operation)
 
 
-def evaluation(closed: ClosedJaxpr) -> float:
-    """Evaluating a jaxpr once."""
-    return arithmetic(closed) + costs().call * _total(closed.eqns, _runs_by_itself)
+def evaluation(closed: ClosedJaxpr, lanes: int = 1, in_function: bool = False) -> float:
+    """Evaluating a jaxpr once, for so many lanes."""
+    element = costs().elementwise * (ELEMENT_IN_FUNCTION if in_function else 1.0)
+    work = _total(closed.eqns, partial(_operation, lanes=lanes, element=element))
+    if lanes == 1:
+        work += (VECTOR_PRODUCT - 1) * _total(closed.eqns, _product_with_vector)
+    call, step = (CALL_IN_FUNCTION, 0.0) if in_function else (costs().call, costs().step)
+    return lanes * work + _total(closed.eqns, lambda eqn: call * _runs_by_itself(eqn), step)
+
+
+def is_function(step: ClosedJaxpr, lanes: int = 1) -> bool:
+    """Whether a loop of this step is compiled for a CPU as one function."""
+    return jax.default_backend() == "cpu" and jaxi.can_be_function(step, inner_jaxprs, lanes)
+
+
+def overhead(in_function: bool) -> float:
+    """A step of a loop, on top of its body."""
+    return STEP_IN_FUNCTION if in_function else costs().step
 
 
 class StepCost(NamedTuple):
@@ -104,22 +125,26 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
     return StepCost(work, CALL_OF_BATCH * calls, alone, widest)
 
 
-def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float]) -> float:
-    """What equations amount to: the sum over their operations, also over those of programs in them."""
+def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float], of_step: float = 0.0) -> float:
+    """What equations amount to: the sum over their operations, also over those of programs in them.
+
+    `of_step`: what a step of a loop in them has besides.
+    """
     total = 0.0
     for eqn in eqns:
-        inner = [_total(jaxpr.eqns, of_operation) for jaxpr in inner_jaxprs(eqn)]
+        inner = [_total(jaxpr.eqns, of_operation, of_step) for jaxpr in inner_jaxprs(eqn)]
         if not inner:
             total += of_operation(eqn)
         elif jaxi.is_cond(eqn):
             total += max(inner)
         elif jaxi.is_scan(eqn) and (scan := jaxi.lax_loop(eqn)):
-            total += scan.length * sum(inner)
+            total += scan.length * (of_step + sum(inner))
         else:
             # How often a loop runs its body; once for a call, which is no loop.
             limit, is_loose = step_limits[eqn.primitive](eqn) if eqn.primitive in step_limits else (1, False)
             limit = _UNKNOWN_LENGTH if jaxi.is_while(eqn) or not limit else limit
-            total += (min(limit, _UNKNOWN_LENGTH) if is_loose else limit) * sum(inner)
+            limit = min(limit, _UNKNOWN_LENGTH) if is_loose else limit
+            total += limit * (sum(inner) + of_step * (jaxi.is_while(eqn) or eqn.primitive in step_limits))
     return total
 
 
@@ -128,8 +153,13 @@ def _runs_by_itself(eqn: Any) -> float:
     return float(jaxi.stands_alone(eqn) or jaxi.takes_fused(eqn))
 
 
-def _operation(eqn: Any) -> float:
-    """The cost of an operation that holds no program."""
+def _product_with_vector(eqn: Any) -> float:
+    """The cost of a product in which a matrix is read for one vector alone."""
+    return _operation(eqn) if jaxi.is_product_with_vector(eqn) else 0.0
+
+
+def _operation(eqn: Any, lanes: int = 1, element: float | None = None) -> float:
+    """The cost of an operation that holds no program, for one of so many lanes."""
     results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
     results = [jaxi.update_of(eqn)] if jaxi.updates(eqn) else results  # the rows that are written
     size = sum(prod(v.aval.shape) for v in results)
@@ -140,13 +170,22 @@ def _operation(eqn: Any) -> float:
         return 0.0
     if jaxi.is_slow_function(eqn):
         return size * costs().slow_function
-    return size * (costs().function if jaxi.is_function(eqn) else costs().elementwise)
+    if jaxi.is_function(eqn):
+        shape = eqn.outvars[0].aval.shape
+        is_narrow = bool(shape) and shape[-1] < min(_NARROW, lanes * prod(shape))
+        return size * (costs().function + is_narrow * costs().narrow_function)
+    if jaxi.reads_more_than_it_returns(eqn):
+        size = prod(eqn.invars[0].aval.shape)
+        if rows := jaxi.sorted_rows(eqn):
+            return size * log2(max(rows, 2)) * costs().comparison
+    return size * (costs().elementwise if element is None else element)
 
 
 # Residuals: what the known part of a body hands to its unknown part. Not all of them have to be stored.
 
 # To recompute a residual. Looking for more would take long where there are many residuals.
 MOST_EQUATIONS = 32
+_KEPT = 2.0  # a byte that is stored beside others, in times of `cached_byte`: what is recomputed is fused
 
 
 class Residual(NamedTuple):
@@ -228,7 +267,7 @@ def without_recomputed(
         residual = known.outvars[position]
         there[residual] -= 1
         places = _equations_for(residual, known.eqns, producers, there)
-        free = 0.0 if position in hoisted else costs().cached_byte * num_bytes([residual.aval])
+        free = 0.0 if position in hoisted else _KEPT * costs().cached_byte * num_bytes([residual.aval])
         if places is None or _total([known.eqns[i] for i in places], _operation) > free:
             there[residual] += 1
         else:
@@ -254,14 +293,3 @@ def _equations_for(
         needed.update(atom for atom in equations[place].invars if not isinstance(atom, Literal) and not given[atom])
         needed = {v for v in needed if producers.get(v) not in found}
     return sorted(found)
-
-
-# Steps of a loop that is one function of a CPU, whose operations cost no calls.
-
-STEP = 10.0  # nanoseconds of such a step, on top of its operations
-ROW = 3.0  # and of an array that is stored
-
-
-def is_function(step: ClosedJaxpr) -> bool:
-    """Whether a loop of this step is compiled for a CPU as one function."""
-    return jax.default_backend() == "cpu" and jaxi.can_be_function(step, inner_jaxprs)
