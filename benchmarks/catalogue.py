@@ -2,7 +2,6 @@
 
 from benchmarks import (
     adaptive,
-    auto,
     branches,
     budgets,
     condition_checks,
@@ -52,7 +51,6 @@ WITH_GROUPS = (
     small_bodies,
 )
 WITH_TABLES = (
-    auto,
     ways,
     evaluations,
     everyday,

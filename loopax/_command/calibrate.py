@@ -80,7 +80,12 @@ def _random(*shape: int) -> Array:
 
 
 def _repeated(
-    constants: str | tuple[str, ...], reference: float, operation: Callable[..., Array], count: int, steps: int, *arguments: Array
+    constants: str | tuple[str, ...],
+    reference: float,
+    operation: Callable[..., Array],
+    count: int,
+    steps: int,
+    *arguments: Array,
 ) -> Probe:
     """An operation on its own result, which counts as so many."""
 

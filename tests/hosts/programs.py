@@ -1,6 +1,7 @@
 """Programs that several processes run together, and one process alone for comparison."""
 
 import time
+import warnings
 from typing import Any
 
 import jax
@@ -105,3 +106,19 @@ def durable_results(devices: Any, directory: str, steps: int, every: int, marks:
 def durable_of_all_devices(directory: str, steps: str, every: str, *marks: str) -> dict[str, list[Any]]:
     """What each process finds."""
     return shards(durable_results(jax.devices(), directory, int(steps), int(every), *marks))
+
+
+def measured_slope(kind: Any, rate: float) -> Any:
+    """The gradient of a loop as a jaxpr, in which its choice stands."""
+    swing = lambda x: lx.fori_loop(0, 40, lambda _, x: jnp.sin(rate * x) + 0.1 * x**2, x, kind=kind).sum()
+    return jax.make_jaxpr(jax.grad(swing))(jnp.ones(8))
+
+
+def tuned_of_all(folder: str) -> list[Any]:
+    """What each process takes for a loop that the first one's folder knows, and for another; and what it warns of."""
+    kind = lx.Tuned(cache=f"{folder}/{jax.process_index()}")
+    known = str(measured_slope(kind, 1.5))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        other = str(measured_slope(kind, 2.5))
+    return ["made by hand" in known, "made by hand" in other, [str(w.message).split(",")[0] for w in warned]]

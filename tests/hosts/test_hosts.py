@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+import loopax as lx
 from loopax import durable
 from tests.hosts.processes import Processes
-from tests.hosts.programs import durable_results, results, shards
+from tests.hosts.programs import durable_results, measured_slope, results, shards
 
 
 @pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -41,3 +42,13 @@ def test_a_run_whose_process_is_killed_resumes_with_other_processes_to_the_bits_
     for name, wanted in alone.items():
         found = {(place, bits) for process in several for place, bits in process[name]}
         assert found == {(place, bits) for place, bits in wanted}
+
+
+def test_processes_take_what_the_folder_of_the_first_one_has(tmp_path):
+    """Without one they take what `Auto` does, and warn; they measure nothing."""
+    measured_slope(lx.Tuned(cache=tmp_path / "0"), 1.5)
+    (entry,) = (tmp_path / "0").iterdir()
+    entry.write_text('{"chosen": "Checkpointed()", "reason": "made by hand"}')
+    with Processes("tests.hosts.programs:tuned_of_all", 2, args=[tmp_path]) as processes:
+        found = processes.found()
+    assert found == [[True, False, ["Tuned(): several processes run this program"]]] * 2

@@ -119,7 +119,9 @@ def test_lanes_outside_of_the_loop_count_and_outside_of_the_gradient_do_not():
 @pytest.mark.parametrize("lanes", ["lockstep", "compact"])
 def test_lanes_to_come_are_priced(lanes):
     """A gradient of one lane is alone, or of 64 lanes where the loop says how lanes run, or of so many."""
-    gradient = lambda kind: jax.grad(lambda h: loop(many_functions, kind, max_steps=STEPS, lanes=lanes)(h, jnp.int32(3)))
+    gradient = lambda kind: jax.grad(
+        lambda h: loop(many_functions, kind, max_steps=STEPS, lanes=lanes)(h, jnp.int32(3))
+    )
     said = lambda kind: chosen(gradient(kind), STATE).reason
     assert ("64 lanes" in said(lx.Auto())) == (lanes == "compact")
     assert "of each of 500 lanes" in said(lx.Auto(num_lanes=500))

@@ -102,6 +102,14 @@ def test_another_process_finds_the_choice_in_the_folder(timed, tmp_path, monkeyp
     assert [path.suffix for path in folder.iterdir()] == [".json"]
 
 
+def test_a_choice_that_the_process_remembers_is_written_too(timed, tmp_path):
+    for cache in (None, tmp_path):
+        slope(lx.Tuned(cache=cache))(X)
+        jax.clear_caches()
+    assert len(timed.calls) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"chosen": "Bounded()"}', '{"chosen": "Other()", "reason": ""}'])
 def test_a_damaged_entry_is_measured_again(timed, tmp_path, monkeypatch, text):
     slope(lx.Tuned(cache=tmp_path))(X)

@@ -10,7 +10,7 @@ MODULES = ["loopax", "loopax.kinds", "loopax.durable", "loopax.stochtrace", "loo
 # `=`: there is a default. `*`: only by name from here on.
 SURFACE = """
 loopax:
-  Auto(memory=)
+  Auto(memory=, num_lanes=)
     plan(loop)
   AutoLanes()
   Bounded()
@@ -128,7 +128,8 @@ loopax.kinds:
     step(row, carry, x=)
     at(operands)
     stored_by(kind)
-  LoopFacts(bound, is_fixed, bound_is_loose, length_is_known, sizes_are_known, share, writes_rows)
+  LoopFacts(bound, is_fixed, bound_is_loose, length_is_known, sizes_are_known, share, writes_rows, ends_early=,
+      lanes_to_come=, lanes=)
     step
     residuals
   LoopOperands(low, high, consts, carry, xs)
@@ -145,8 +146,8 @@ loopax.kinds:
     name
     error
     because(reason)
-  ResidualFacts(stored_bytes, read_bytes=, calls=)
-  StepFacts(carry_bytes, evaluation, overhead=)
+  ResidualFacts(stored_bytes, derivative=)
+  StepFacts(carry_bytes, evaluation, overhead=, derivative=)
 loopax.durable:
   AnotherProgramWarning(...)
   DamagedSaveWarning(...)

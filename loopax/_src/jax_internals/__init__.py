@@ -17,6 +17,7 @@ from loopax._src.jax_internals.not_yet_made import *
 from loopax._src.jax_internals.one_function import can_be_function
 from loopax._src.jax_internals.operations import *
 from loopax._src.jax_internals.primitives import *
+from loopax._src.jax_internals.processes import told_by_first
 from loopax._src.jax_internals.recognise import recognised
 from loopax._src.jax_internals.rules import *
 from loopax._src.jax_internals.tracing import *

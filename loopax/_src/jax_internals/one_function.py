@@ -119,9 +119,7 @@ def _lower_function(ctx: Any, *operands: Any, program: ClosedJaxpr) -> list[Any]
 mlir.register_lowering(_function_p, _lower_function, platform="cpu")
 
 
-def can_be_function(
-    program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]], lanes: int = 1
-) -> bool:
+def can_be_function(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr]], lanes: int = 1) -> bool:
     """Whether XLA makes one function of a loop that does this on a CPU, for so many lanes.
 
     `programs` are those within an equation.

@@ -147,9 +147,9 @@ _is_gather = one_of("gather")
 _reads = one_of("gather", "dynamic_slice")
 
 
-def adds_where_it_read(eqn: Any) -> bool:
-    """Whether the transpose adds to an array, at places that are computed."""
-    return _reads(eqn)
+def adds_at_places(eqn: Any, lanes: int = 1) -> bool:
+    """Whether the transpose, of so many lanes, adds to an array at several places that are computed."""
+    return _reads(eqn) and (lanes > 1 or (_is_gather(eqn) and prod(eqn.invars[1].aval.shape[:-1]) > 1))
 
 
 def reads_blocks(eqn: Any) -> bool:
@@ -208,9 +208,7 @@ is_free = one_of(
     "pvary",  # changes a type of the devices of a `shard_map`
 )
 # A CPU takes some instructions for each element, or many.
-is_function = one_of(
-    *("exp", "exp2", "log", "log2", "logistic", "tanh", "erf", "erfc", "sqrt", "rsqrt")
-)
+is_function = one_of(*("exp", "exp2", "log", "log2", "logistic", "tanh", "erf", "erfc", "sqrt", "rsqrt"))
 is_slow_function = one_of(
     *("expm1", "log1p"),
     *("pow", "cbrt", "erf_inv", "lgamma", "digamma", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"),

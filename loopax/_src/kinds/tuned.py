@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import jax
 
 from loopax._src.core import Kind, LoopFacts, Plan
-from loopax._src.jax_internals import api_boundary
+from loopax._src.jax_internals import api_boundary, told_by_first
 from loopax._src.kinds.auto import MEMORY, Auto
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, positive_int, refuse_tracers
@@ -55,7 +55,8 @@ class Tuned(Kind):
     UserWarning
         Nothing can be measured, and the folder has no choice for this loop: it communicates (`jax.lax.psum`), stands in
         a `shard_map`, is exported, is spread over a mesh, changes mutable arrays, or several processes run the program.
-        `Auto` chooses then. Or the folder cannot be written to.
+        `Auto` chooses then. Several processes take what the folder of the first one has. Or the folder cannot be
+        written to.
 
     Notes
     -----
@@ -98,7 +99,7 @@ class Tuned(Kind):
             return auto.plan(loop)
         names = {repr(kind): kind for kind in candidates}
         key = _key(loop, names)
-        found = _remembered(self.cache, key)
+        found = _remembered(self.cache, key) if jax.process_count() == 1 else _of_first_process(self.cache, key)
         if found is not None and found.chosen in names:
             return names[found.chosen].plan(loop).because(f"{found.reason} (remembered)")
         assert loop._measuring is not None
@@ -162,6 +163,7 @@ def _warn(why: str) -> None:
 # What is remembered, by the process and in a folder. An entry that cannot be read is measured again.
 
 _process: dict[str, _Choice] = {}
+_agreed: dict[str, _Choice | None] = {}  # by several processes
 
 
 def _key(loop: LoopFacts, candidates: Iterable[str]) -> str:
@@ -176,7 +178,10 @@ def _key(loop: LoopFacts, candidates: Iterable[str]) -> str:
 
 def _remembered(folder: str | None, key: str) -> _Choice | None:
     if key in _process or folder is None:
-        return _process.get(key)
+        found = _process.get(key)
+        if found and folder is not None and not (Path(folder) / f"{key}.json").exists():
+            _remember(folder, key, found)
+        return found
     try:
         found = json.loads((Path(folder) / f"{key}.json").read_text())
         choice = _Choice(str(found["chosen"]), str(found["reason"]))
@@ -184,6 +189,15 @@ def _remembered(folder: str | None, key: str) -> _Choice | None:
         return None
     _process[key] = choice
     return choice
+
+
+def _of_first_process(folder: str | None, key: str) -> _Choice | None:
+    """What the first of several processes remembers: all of them have to run the same program."""
+    if key not in _agreed:
+        found = _remembered(folder, key)
+        told = told_by_first(f"loopax/tuned/{key}", json.dumps(found), _DEADLINE)
+        _agreed[key] = _Choice(*json.loads(told)) if told and told != "null" else None
+    return _agreed[key]
 
 
 def _remember(folder: str | None, key: str, choice: _Choice) -> None:

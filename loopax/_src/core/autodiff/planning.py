@@ -21,7 +21,7 @@ from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResid
 from loopax._src.core.jaxpr.access_order import writes_rows
 from loopax._src.core.jaxpr.cost import evaluation, is_function, overhead
 from loopax._src.core.jaxpr.util import flatten, num_bytes, select, trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, ad, adds_where_it_read, dce, equations_in, jaxpr_as_fun, keep_bits
+from loopax._src.jax_internals import ClosedJaxpr, ad, adds_at_places, dce, equations_in, jaxpr_as_fun, keep_bits
 from loopax._src.settings import costs
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
@@ -170,10 +170,12 @@ def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split, lanes: int
 
 def _derivative(loop: Loop, parts: Any, lanes: int) -> float:
     """The time of a step of the sweep: of the linear part, which has as many operations as its transpose."""
-    linear = parts.linear
-    in_function = is_function(parts.known.body, lanes) and not any(map(adds_where_it_read, equations_in(linear.body)))
-    time = evaluation(linear.body, lanes, in_function) + overhead(in_function)
-    if lanes > 1:  # each adds up cotangents of its own for what lanes share
-        shared = select(parts.unknown.consts, loop.input_avals.consts)
-        time += lanes * costs().elementwise * sum(prod(x.shape) for x in shared)
+    linear = parts.linear.body
+    adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)]
+    in_function = is_function(parts.known.body, lanes) and not adding
+    time = evaluation(linear, lanes, in_function) + overhead(in_function)
+    if lanes > 1:  # each adds up a cotangent of its own for what lanes share, unless it adds to few places
+        shared = [prod(aval.shape) for aval in select(parts.unknown.consts, loop.input_avals.consts)]
+        read = {eqn.invars[0]: prod(eqn.invars[0].aval.shape) for eqn in adding}
+        time += lanes * costs().elementwise * max(sum(shared) - sum(read.values()), 0)
     return time
