@@ -6,7 +6,6 @@ that look as good, those stay that are near where the search starts.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,12 +36,12 @@ class Kinds(NamedTuple):
 
 def kinds_of(program: foretold.Program, ms: dict[str, dict[str, float]]) -> Kinds | None:
     """What is known of a program; None where nothing is stored."""
-    if (facts := foretold.facts_of(program)) is None:
+    if foretold.facts_of(program) is None:
         return None
 
     def costs_with(constants: Costs) -> np.ndarray:
         context().set_global(Settings(costs=constants))
-        found = foretold.foretold(replace(facts), program)  # a copy, which has estimated nothing yet
+        found = foretold.foretold(program)
         return np.array([found[name] for name in foretold.KINDS])
 
     at_start = costs_with(START)

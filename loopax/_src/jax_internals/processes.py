@@ -1,7 +1,7 @@
 """What the processes of one program (`jax.distributed`) tell each other while they trace.
 
-Private: the store of keys and values of JAX's own service. What JAX has in public runs a program on all devices, and would
-hang where one of the processes traces something alone.
+Private: the store of keys and values of JAX's own service. What JAX has in public runs a program on all devices, and
+would hang where one of the processes traces something alone.
 """
 
 import jax

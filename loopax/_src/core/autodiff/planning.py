@@ -15,6 +15,7 @@ from jax import lax
 
 from loopax._src.core.autodiff.measuring import Linearized, measured, obstacle
 from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, Measuring, ResidualFacts, StepFacts
+from loopax._src.core.ir.lane_choice import chosen
 from loopax._src.core.ir.lanes import Lockstep, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
@@ -121,7 +122,7 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
                 partial(_program, loop.body, flatten(unknown)),
             ),
             ends_early=not loop.is_fixed and (loop.share < 1 or not isinstance(loop.lanes, Lockstep)),
-            lanes_to_come=not isinstance(loop.lanes, Lockstep | Sequential),
+            lanes_to_come=_lanes_come(loop),
         )
     )
     if not isinstance(plan, Plan):
@@ -137,6 +138,15 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
             f"{GIVE_BOUND}"
         )
     return plan
+
+
+_MANY = 64  # lanes, where their number is not known
+
+
+def _lanes_come(loop: Loop) -> bool:
+    """Whether a batch is to be expected, of lanes that take steps together: the loop says how they run."""
+    is_open = not isinstance(loop.lanes, Lockstep | Sequential)
+    return is_open and not isinstance(chosen(loop.lanes, loop.body, loop.num_consts, _MANY), Sequential)
 
 
 def _program(body: ClosedJaxpr, unknown: Sequence[bool]) -> str:

@@ -22,8 +22,7 @@ from loopax._src.settings import costs
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic
 CALL_OF_BATCH = 4.5  # an operation that XLA executes by itself, on an array of all lanes; in `Costs.call`
-CALL_ALONE = 0.15  # and on that of one lane
-STEP_ALONE = 0.12  # a step of one lane, in `Costs.step`
+STEP_ALONE = 0.12  # what a loop of one lane costs besides, for each of its steps, in `Costs.step`
 CHEAP_STEP = 330  # elements
 MOST_ON_ONE_CORE = 65_536  # numbers that one operation computes
 # A batch whose places are refilled (docs/benchmark.md).
@@ -46,12 +45,16 @@ def arithmetic(closed: ClosedJaxpr) -> float:
 
 def evaluation(closed: ClosedJaxpr, lanes: int = 1, in_function: bool = False) -> float:
     """Evaluating a jaxpr once, for so many lanes."""
+    return _evaluation(closed.eqns, lanes, in_function)
+
+
+def _evaluation(eqns: Sequence[Any], lanes: int, in_function: bool) -> float:
     element = costs().elementwise * (ELEMENT_IN_FUNCTION if in_function else 1.0)
-    work = _total(closed.eqns, partial(_operation, lanes=lanes, element=element))
+    work = _total(eqns, partial(_operation, lanes=lanes, element=element))
     if lanes == 1:
-        work += (VECTOR_PRODUCT - 1) * _total(closed.eqns, _product_with_vector)
+        work += (VECTOR_PRODUCT - 1) * _total(eqns, _product_with_vector)
     call, step = (CALL_IN_FUNCTION, 0.0) if in_function else (costs().call, costs().step)
-    return lanes * work + _total(closed.eqns, lambda eqn: call * _runs_by_itself(eqn), step)
+    return lanes * work + _total(eqns, lambda eqn: call * _runs_by_itself(eqn), step)
 
 
 def is_function(step: ClosedJaxpr, lanes: int = 1) -> bool:
@@ -119,8 +122,8 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
             changing.update(eqn.outvars)
             eqns.append(eqn)
     work, calls = _total(eqns, _operation), costs().call * _total(eqns, _runs_by_itself)
-    products = _total(eqns, lambda eqn: _operation(eqn) if jaxi.is_product(eqn) else 0.0)
-    alone = work + (VECTOR_PRODUCT - 1) * products + CALL_ALONE * calls + STEP_ALONE * costs().step
+    in_function = is_function(body)
+    alone = _evaluation(eqns, 1, in_function) + overhead(in_function) + STEP_ALONE * costs().step
     widest = max((prod(v.aval.shape) for eqn in eqns for v in eqn.outvars), default=0)
     return StepCost(work, CALL_OF_BATCH * calls, alone, widest)
 
