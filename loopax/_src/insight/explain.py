@@ -2,8 +2,8 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from textwrap import wrap
 from typing import Any
@@ -69,6 +69,9 @@ class LoopExplanation:
         The argument of the loop, as given. None for loops of `jax.lax`.
     lanes_taken
         What `AutoLanes()` chose for the batch; otherwise as `lanes`.
+    lanes_expected
+        From what `AutoLanes()` chose: ways to run lanes, and the estimated nanoseconds of a lane for each of its own
+        steps. Empty if it has not chosen.
     most_steps
         The static bound on the number of steps. None: no bound.
     is_fixed
@@ -120,6 +123,7 @@ class LoopExplanation:
     inner: tuple["LoopExplanation", ...]
     branch: str = ""
     mixed_by: str = ""
+    lanes_expected: Mapping[str, float] = field(default_factory=dict)
     lanes_taken: Any = None
     operations: tuple[int, int] = (0, 0)
 
@@ -256,7 +260,9 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
     if loop.mixed_by:
         chosen += f" (in lockstep: {loop.mixed_by} computes for a lane from other lanes)"
     elif loop.lanes_taken != loop.lanes:
-        chosen += f", which takes {loop.lanes_taken!r}"
+        listed = ", ".join(f"{name.removesuffix('()')} {ns:.3g}" for name, ns in loop.lanes_expected.items())
+        why = f" (expected nanoseconds of a lane for each of its own steps: {listed})" if listed else ""
+        chosen += f", which takes {loop.lanes_taken!r}{why}"
     waiting = f", {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else ""
     yield f"steps: {most}{chosen}{waiting}"
     # A gradient stores as much for each of these; for one, where the loop itself is of all lanes.
@@ -408,6 +414,7 @@ def _explained(found: FoundLoop) -> LoopExplanation:
         tuple(map(_explained, found.inner)),
         debug_info.branch,
         debug_info.mixed_by,
+        dict(debug_info.lanes_expected),
         taken,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.ir.lane_choice import chosen
+from loopax._src.core.ir.lane_choice import chosen, estimates
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential, stages
 from loopax._src.core.jaxpr.cost import step_cost
 from tests.support.reference import assert_close
@@ -132,3 +132,66 @@ def test_a_gradient_chooses_as_its_loop_does(order):
         return jax.jit(jax.grad(lambda a: jax.vmap(partial(last, lanes=lanes))(a, steps).sum()))(starts)
 
     assert_close(slopes("auto"), slopes("lockstep"), 1e-4)
+
+
+# ---- a hint
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 3, 3], np.full(1000, 7.0), [0, 0]])
+def test_lanes_that_take_as_many_steps_stay_together(counts):
+    assert chosen(AutoLanes(), body_of("functions"), 0, 64) == Compact()
+    assert chosen(AutoLanes(counts), body_of("functions"), 0, 64) == Lockstep()
+
+
+def test_lanes_of_which_one_takes_far_more_steps():
+    alike, apart = AutoLanes([100] * 8), AutoLanes([1] * 63 + [1000])
+    at_once, for_one = (estimates(how, body_of("layer"), 0, 64) for how in (alike, apart))
+    assert at_once[Lockstep()] < estimates(AutoLanes(), body_of("layer"), 0, 64)[Lockstep()] < for_one[Lockstep()]
+    assert chosen(apart, body_of("layer"), 0, 64) == Sequential()
+
+
+def test_the_counts_of_a_report():
+    """Their order does not count, and only so many are kept."""
+    loop = lambda n: lx.fori_loop(0, n, lambda i, x: jnp.sin(x), 1.0, info=True)[1]
+    counts = jnp.arange(2000) % 7
+    report = lx.lane_report(jax.vmap(loop)(counts))
+    assert AutoLanes(report) == AutoLanes(counts) == AutoLanes(counts[::-1])
+    assert len(AutoLanes(counts).counts) <= 256
+    assert repr(AutoLanes(counts)) == "AutoLanes(counts=...)"
+    assert hash(AutoLanes(report)) == hash(AutoLanes(counts))
+
+
+@pytest.mark.parametrize("counts", [[], [-1], [np.nan], [np.inf], 3, [[1]]])
+def test_counts_that_are_none(counts):
+    with pytest.raises(ValueError, match=r"AutoLanes\(counts=...\): got .*, expected a finite number from 0 on"):
+        AutoLanes(counts)
+
+
+@pytest.mark.parametrize("counts", ["many", [True], [1j]])
+def test_counts_of_no_numbers(counts):
+    with pytest.raises(TypeError, match="expected a real number for each lane"):
+        AutoLanes(counts)
+
+
+def test_counts_that_are_traced():
+    with pytest.raises(TypeError, match=r"AutoLanes\(counts=...\)"):
+        jax.jit(lambda counts: AutoLanes(counts) and counts)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.grad(lambda *xs: f(*xs).sum())])
+def test_results_with_counts_are_those_of_lockstep(transform):
+    steps, starts = np.array([3, 0, 7, 1]), np.ones((4, 64), np.float32)
+
+    def run(lanes):
+        loop = lambda h, n: lx.fori_loop(0, n, lambda _, h: jnp.tanh(W @ h), h, lanes=lanes, max_steps=7)
+        return jax.jit(transform(jax.vmap(loop)))(starts, steps)
+
+    assert_close(run(AutoLanes([3, 0, 7, 1])), run("lockstep"), 1e-4)
+
+
+def test_a_linear_solve_runs_in_a_batch():
+    """It calls a library for each lane, alone and in a batch."""
+    unit = jnp.eye(5, dtype=jnp.float32)
+    solve = lambda h: jnp.linalg.solve(jnp.outer(h, h) + unit, jnp.linalg.solve(unit, h))
+    body = jax.make_jaxpr(lambda row, h: solve(h))(0, jax.ShapeDtypeStruct((5,), jnp.float32))
+    assert chosen(AutoLanes(), body, 0, 64) != Sequential()

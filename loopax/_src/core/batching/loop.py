@@ -19,8 +19,8 @@ from loopax._src.core.batching import lockstep
 from loopax._src.core.batching.compact_primitive import SWEEPS, BatchRules, compact_vmap
 from loopax._src.core.batching.compact_stages import LOOPS
 from loopax._src.core.batching.groups import run_sequentially
-from loopax._src.core.ir.lane_choice import chosen, kept_together, of_uniform
-from loopax._src.core.ir.lanes import Compact, Sequential
+from loopax._src.core.ir.lane_choice import chosen, estimates, kept_together, of_uniform
+from loopax._src.core.ir.lanes import AutoLanes, Compact, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
@@ -158,8 +158,12 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     differ = any(has_limits) or (loop.predicated and outputs.carry[0])
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
     if differ:
-        mixing = kept_together(loop.lanes, loop.body)
-        debug_info = replace(loop.debug_info, mixed_by=mixing) if loop.debug_info and mixing else loop.debug_info
+        debug_info = loop.debug_info
+        if debug_info and (mixing := kept_together(loop.lanes, loop.body)):
+            debug_info = replace(debug_info, mixed_by=mixing)
+        elif debug_info and isinstance(loop.lanes, AutoLanes) and isinstance(axis.size, int) and axis.size > 1:
+            expected = estimates(loop.lanes, loop.body, loop.num_consts, axis.size)
+            debug_info = replace(debug_info, lanes_expected=tuple((repr(how), ns) for how, ns in expected.items()))
         loop = loop._replace(lanes=chosen(loop.lanes, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
     if isinstance(loop.lanes, Sequential) and axis.size:
         # A value whose tangents are mapped has effects that are the same for all lanes: they stay without any output.

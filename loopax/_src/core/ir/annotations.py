@@ -146,6 +146,7 @@ class DebugInfo:
     waiting: int = 1  # lanes that stop at different steps and run until the slowest is done
     branch: str = ""  # of a `cond` or a `switch`: the function of the user's
     mixed_by: str = ""  # the primitive that mixes lanes, for which a batch is in lockstep that would not be
+    lanes_expected: tuple[tuple[str, float], ...] = ()  # ways to run lanes, and nanoseconds, from which one was chosen
 
     def renamed(self, names: Names) -> "DebugInfo":
         """Give the operands and results other names."""

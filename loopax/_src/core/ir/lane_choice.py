@@ -1,10 +1,11 @@
 """Which way a batch whose lanes take different numbers of steps is expected to be fastest: `lanes="auto"`.
 
-The numbers of steps are not known where the batch is written, and are taken to be distributed as exponentials are. Then
-it takes `log(n / m)` mean numbers of steps until m of n lanes are left. What decides is what a step of one lane costs
-alone, and what it adds to a step of the batch (`core/jaxpr/cost.py`).
+The numbers of steps are not known where the batch is written. Without a hint, they are taken to be distributed as
+exponentials are: then it takes `log(n / m)` mean numbers of steps until m of n lanes are left. What decides is what a
+step of one lane costs alone, and what it adds to a step of the batch (`core/jaxpr/cost.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -27,7 +28,7 @@ LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of s
 class Priced(AutoLanes):
     """`AutoLanes` of the parts of a loop."""
 
-    cost: StepCost  # of the body of the loop
+    cost: StepCost = StepCost(0.0, 0.0, 0.0)  # of the body of the loop
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ def of_parts(how: Lanes, body: ClosedJaxpr, num_consts: int) -> Lanes:
     """The lanes of the parts of a loop with this body."""
     if mixing := kept_together(how, body):
         return Together(mixing)
-    is_open = isinstance(how, AutoLanes) and not isinstance(how, Priced)
-    return Priced(step_cost(body, num_consts)) if is_open else how
+    if isinstance(how, AutoLanes) and not isinstance(how, Priced):
+        return Priced(how.counts, step_cost(body, num_consts))
+    return how
 
 
 def of_uniform(how: Lanes, lanes: Any) -> Lanes:
@@ -50,7 +52,7 @@ def of_uniform(how: Lanes, lanes: Any) -> Lanes:
     if not isinstance(how, Priced) or not isinstance(lanes, int):
         return how
     of_lane, of_batch, alone, widest = how.cost
-    return Priced(StepCost(lanes * of_lane, of_batch, lanes * alone, lanes * widest))
+    return Priced(how.counts, StepCost(lanes * of_lane, of_batch, lanes * alone, lanes * widest))
 
 
 def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
@@ -61,18 +63,37 @@ def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
         return how
     if not isinstance(lanes, int) or lanes < 2:
         return Lockstep()
+    expected = estimates(how, body, num_consts, lanes)
+    return min(expected, key=lambda lanes: expected[lanes])
+
+
+def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int) -> dict[Lanes, float]:
+    """The nanoseconds of a lane for each of its own steps, in each way that comes into question.
+
+    Stages of a step that costs little take longer than it. They count as what a lane alone has to beat.
+    """
     cost = how.cost if isinstance(how, Priced) else step_cost(body, num_consts)
     sizes = [stage.places for stage in stages(Compact(), lanes, cost.shrink)]
-    # What a step of a lane costs in stages of these sizes, for each of its own steps.
-    durations = [log(size / smaller) for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True)]
-    durations[-1] += LAST_LANE
+    until = [_time_until(left, lanes, how.counts) for left in [*sizes[1:], 0]]
+    durations = [end - start for start, end in zip([0.0, *until], until, strict=False)]
     lane_steps = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
-    in_batch = (lane_steps * cost.of_lane + sum(durations) * cost.of_batch) / sizes[0]
+    in_stages = (lane_steps * cost.of_lane + until[-1] * cost.of_batch) / lanes
+    found: dict[Lanes, float] = {Lockstep(): until[-1] * (cost.of_lane + cost.of_batch / lanes)}
+    if len(sizes) > 1 and not cost.is_cheap:
+        found[Compact()] = in_stages
     alone_is_fast = jax.default_backend() == "cpu"  # one lane keeps a core busy
     is_spread = not cost.of_batch and lanes > cost.most_on_one_core
-    if alone_is_fast and not is_spread and cost.alone < in_batch:
-        return Sequential()
-    return Compact() if len(sizes) > 1 and not cost.is_cheap else Lockstep()
+    if alone_is_fast and not is_spread and cost.alone < in_stages:
+        found[Sequential()] = cost.alone
+    return found
+
+
+def _time_until(left: int, lanes: int, counts: Sequence[float] | None) -> float:
+    """The mean numbers of steps until so many of the lanes are left."""
+    if counts is None:
+        return log(lanes / left) if left else log(lanes) + LAST_LANE
+    mean = sum(counts) / len(counts)
+    return counts[min(left * len(counts) // lanes, len(counts) - 1)] / mean if mean else 1.0
 
 
 def kept_together(how: Lanes, body: ClosedJaxpr) -> str:

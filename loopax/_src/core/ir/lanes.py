@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
@@ -14,6 +15,7 @@ from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_arra
 # Lanes that keep a device busy: those of a CPU are measured (docs/benchmark.md), the other is a guess. A group walks
 # forward and back; a stage walks forward only, and is worth it with fewer lanes.
 CPU_LANES, CPU_STAGE, OTHER_LANES = 32, 4, 4096
+_MOST_COUNTS = 256  # that are kept
 _STAGES = Why("the sizes of the batches in the program", "choose one for all calls: results do not depend on it")
 _LANES = Why("how the program runs a batch", "choose one for all calls: results do not depend on it")
 
@@ -164,6 +166,7 @@ class Sequential(Lanes):
     """
 
 
+@api_boundary
 @dataclass(frozen=True)
 class AutoLanes(Lanes):
     """Choose lockstep, compact or sequential lanes by estimated time. On a GPU: lockstep or compact.
@@ -171,18 +174,54 @@ class AutoLanes(Lanes):
     The choice depends on the number of lanes, and on the estimated time of a step for one lane and for a batch. Results
     are the same up to rounding.
 
+    Parameters
+    ----------
+    counts
+        The numbers of steps that lanes are expected to take: one real number from 0 on for each lane, or for each of
+        others that are alike, such as those of a run before. Or the `LaneReport` of a run. Only their distribution
+        matters, not their order. None: they are taken to have an exponential distribution.
+
     Raises
     ------
+    TypeError
+        `counts` holds no real numbers, or is traced.
+    ValueError
+        `counts` has not one axis, is empty, or holds a number that is negative, infinite or NaN.
     NotImplementedError
         Raised by the loop: the body communicates over the mapped axis (`jax.lax.psum`), and lanes stop at different
         steps.
 
     Notes
     -----
-    The choice is made when the program is traced, where the numbers of steps are not known. `AutoLanes` assumes that
-    the numbers of steps have an exponential distribution.
+    The choice is made when the program is traced, where the numbers of steps are not known. `explain` shows the
+    estimates.
 
     """
+
+    counts: Any = None
+
+    def __post_init__(self) -> None:
+        """Check the counts, and keep how they are distributed: at most so many of them, in order."""
+        if self.counts is None:
+            return
+        given = getattr(self.counts, "steps", self.counts)
+        refuse_tracers("AutoLanes(counts=...)", given, "numbers of steps", _LANES)
+        counts = np.asarray(given)
+        if counts.dtype == bool or not np.issubdtype(counts.dtype, np.number) or np.iscomplexobj(counts):
+            raise TypeError(f"AutoLanes(counts=...): got {describe(given)}, expected a real number for each lane.")
+        if counts.ndim != 1 or not counts.size or not (np.isfinite(counts) & (counts >= 0)).all():
+            raise ValueError(
+                f"AutoLanes(counts=...): got {describe(given)}, expected a finite number from 0 on for each lane: "
+                "shape (lanes,)."
+            )
+        ordered = np.sort(counts.astype(float))[::-1]
+        if len(ordered) > _MOST_COUNTS:
+            ordered = ordered[np.linspace(0, len(ordered) - 1, _MOST_COUNTS).round().astype(int)]
+        object.__setattr__(self, "counts", tuple(ordered.tolist()))
+
+    def __repr__(self) -> str:
+        """Return the code that makes this object, without the numbers."""
+        return "AutoLanes()" if self.counts is None else "AutoLanes(counts=...)"
 
 
 # The smaller batches of `Compact`: stages or groups of lanes, and how large they are.
