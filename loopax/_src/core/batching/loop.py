@@ -140,6 +140,17 @@ def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutp
     return loop._replace(body=body, inverse=inverse, lanes=of_uniform(loop.lanes, axis.size))
 
 
+def _with_chosen_lanes(loop: Loop, size: Any) -> Loop:
+    """The loop with the way in which a batch of so many lanes runs, and why for `explain`."""
+    lanes, debug_info = chosen(loop.lanes, loop.body, loop.num_consts, size), loop.debug_info
+    if debug_info and (mixing := kept_together(loop.lanes, loop.body)):
+        debug_info = replace(debug_info, mixed_by=mixing)
+    elif debug_info and isinstance(loop.lanes, AutoLanes) and isinstance(size, int) and size > 1:
+        expected = estimates(loop.lanes, loop.body, loop.num_consts, size)
+        debug_info = replace(debug_info, lanes_expected=tuple((repr(how), ns) for how, ns in expected.items()))
+    return loop._replace(lanes=lanes, debug_info=debug_info)
+
+
 def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """Run one loop for all lanes if they take the same steps; else run lanes in lockstep, or in stages.
 
@@ -158,13 +169,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     differ = any(has_limits) or (loop.predicated and outputs.carry[0])
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
     if differ:
-        debug_info = loop.debug_info
-        if debug_info and (mixing := kept_together(loop.lanes, loop.body)):
-            debug_info = replace(debug_info, mixed_by=mixing)
-        elif debug_info and isinstance(loop.lanes, AutoLanes) and isinstance(axis.size, int) and axis.size > 1:
-            expected = estimates(loop.lanes, loop.body, loop.num_consts, axis.size)
-            debug_info = replace(debug_info, lanes_expected=tuple((repr(how), ns) for how, ns in expected.items()))
-        loop = loop._replace(lanes=chosen(loop.lanes, loop.body, loop.num_consts, axis.size), debug_info=debug_info)
+        loop = _with_chosen_lanes(loop, axis.size)
     if isinstance(loop.lanes, Sequential) and axis.size:
         # A value whose tangents are mapped has effects that are the same for all lanes: they stay without any output.
         nothing = [False] * len(loop.body.out_avals)

@@ -24,11 +24,14 @@ LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of s
 # loop has saved, and draws what it has drawn. What each evaluates would not tell: some of the body, or other things.
 
 
+_UNKNOWN = StepCost(0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Priced(AutoLanes):
     """`AutoLanes` of the parts of a loop."""
 
-    cost: StepCost = StepCost(0.0, 0.0, 0.0)  # of the body of the loop
+    cost: StepCost = _UNKNOWN  # of the body of the loop
 
 
 @dataclass(frozen=True)
