@@ -128,6 +128,15 @@ def test_lanes_to_come_are_priced(lanes):
     assert isinstance(chosen(gradient(lx.Auto(num_lanes=500)), STATE), Checkpoints)
 
 
+def test_lanes_that_run_one_after_another_all_store():
+    """What fits in a near cache for one of them does not for all, and a step takes as long as that of one."""
+    of_lanes = lambda lanes: loop(many_functions, lx.Auto(), max_steps=STEPS, lanes=lanes)
+    plan = lambda lanes: chosen(jax.grad(lambda h: of_lanes(lanes)(h, jnp.int32(3))), STATE)
+    assert not isinstance(plan("lockstep"), Checkpoints)
+    assert isinstance(plan("sequential"), Checkpoints)
+    assert "lanes" not in plan("sequential").reason
+
+
 def test_the_smaller_of_kinds_that_take_as_long():
     """Their times differ by half a per cent."""
     step, rows = StepFacts(8, 1000.0, 0.0, 2000.0), ResidualFacts(4, 1990.0)

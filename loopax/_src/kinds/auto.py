@@ -15,7 +15,6 @@ MEMORY = Why(
 )
 
 _LANES = Why("how much memory each lane may use", "choose one for all calls: results do not depend on it")
-_LANES_TO_COME = 64  # between one and thousands
 _NEAR = 1.05  # times that differ by less are taken for equal
 
 
@@ -102,7 +101,7 @@ class Auto(Kind):
 
     def _lanes(self, loop: LoopFacts) -> int:
         """The lanes outside of the gradient for which the choice is made."""
-        return self.num_lanes or (_LANES_TO_COME if loop.lanes_to_come else 1)
+        return self.num_lanes or loop.lanes_to_come
 
     def _candidates(self, loop: LoopFacts) -> dict[Kind, Cost]:
         """The kinds that fit in the memory, and what they cost: bytes of one lane, and the time of all."""

@@ -55,7 +55,7 @@ def _storing(loop: LoopFacts, row_bytes: float, rows: int) -> float:
     """The time in which a row is stored and read again, of so many rows."""
     # What the other loops store that share the memory goes through the same caches: groups of lanes, or lanes alone.
     row_bytes *= loop.lanes
-    return costs().storing(row_bytes, rows * row_bytes / loop.share)
+    return costs().storing(row_bytes, rows * row_bytes * loop.lanes_apart / loop.share)
 
 
 def _cost_of_rows(loop: LoopFacts, row_bytes: int, derivative: float) -> Cost | None:

@@ -122,7 +122,7 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
                 partial(_program, loop.body, flatten(unknown)),
             ),
             ends_early=not loop.is_fixed and (loop.share < 1 or not isinstance(loop.lanes, Lockstep)),
-            lanes_to_come=_lanes_come(loop),
+            **_to_come(loop),
         )
     )
     if not isinstance(plan, Plan):
@@ -143,10 +143,12 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
 _MANY = 64  # lanes, where their number is not known
 
 
-def _lanes_come(loop: Loop) -> bool:
-    """Whether a batch is to be expected, of lanes that take steps together: the loop says how they run."""
-    is_open = not isinstance(loop.lanes, Lockstep | Sequential)
-    return is_open and not isinstance(chosen(loop.lanes, loop.body, loop.num_consts, _MANY), Sequential)
+def _to_come(loop: Loop) -> dict[str, int]:
+    """The lanes that are to be expected where the loop says how they run: that take steps together, or store apart."""
+    if isinstance(loop.lanes, Lockstep):
+        return {}
+    is_alone = isinstance(chosen(loop.lanes, loop.body, loop.num_consts, _MANY), Sequential)
+    return {"lanes_apart" if is_alone else "lanes_to_come": _MANY}
 
 
 def _program(body: ClosedJaxpr, unknown: Sequence[bool]) -> str:
@@ -180,9 +182,9 @@ def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split, lanes: int
 
 def _derivative(loop: Loop, parts: Any, lanes: int) -> float:
     """The time of a step of the sweep: of the linear part, which has as many operations as its transpose."""
-    linear = parts.linear.body
-    adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)]
-    in_function = is_function(parts.known.body, lanes) and not adding
+    linear, in_function = parts.linear.body, is_function(parts.known.body, lanes)
+    adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)] if in_function or lanes > 1 else []
+    in_function = in_function and not adding
     time = evaluation(linear, lanes, in_function) + overhead(in_function)
     if lanes > 1:  # each adds up a cotangent of its own for what lanes share, unless it adds to few places
         shared = [prod(aval.shape) for aval in select(parts.unknown.consts, loop.input_avals.consts)]

@@ -196,8 +196,11 @@ class LoopFacts:
         finished (`lanes="compact"` and others).
     lanes : int
         The lanes outside of the gradient for which times are estimated. The default is 1.
-    lanes_to_come : bool
-        Whether the loop names a way to run lanes, and no `jax.vmap` inside the gradient has used it.
+    lanes_to_come : int
+        How many lanes that take their steps together are to be expected outside of the gradient: 1, or 64 if the loop
+        names a way to run lanes.
+    lanes_apart : int
+        The same for lanes that run one after another, and all store what they need.
     step : StepFacts
         What a step carries, and how long it takes.
     residuals : ResidualFacts
@@ -216,7 +219,8 @@ class LoopFacts:
     _measure_residuals: Callable[[int], ResidualFacts]
     _measuring: "Measuring | None" = None
     ends_early: bool = False
-    lanes_to_come: bool = False
+    lanes_to_come: int = 1
+    lanes_apart: int = 1
     lanes: int = 1
 
     @cached_property

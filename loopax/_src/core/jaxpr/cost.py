@@ -6,7 +6,6 @@ is for choices between those that differ by more than 15 % (docs/benchmark.md).
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import log2, prod
 from sys import maxsize
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import jax
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, step_limits
-from loopax._src.core.jaxpr.util import num_bytes
+from loopax._src.core.jaxpr.util import num_bytes, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs
 from loopax._src.settings import costs
 
@@ -50,13 +49,18 @@ def evaluation(closed: ClosedJaxpr, lanes: int = 1, in_function: bool = False) -
 
 def _evaluation(eqns: Sequence[Any], lanes: int, in_function: bool) -> float:
     element = costs().elementwise * (ELEMENT_IN_FUNCTION if in_function else 1.0)
-    work = _total(eqns, partial(_operation, lanes=lanes, element=element))
-    if lanes == 1:
-        work += (VECTOR_PRODUCT - 1) * _total(eqns, _product_with_vector)
     call, step = (CALL_IN_FUNCTION, 0.0) if in_function else (costs().call, costs().step)
-    return lanes * work + _total(eqns, lambda eqn: call * _runs_by_itself(eqn), step)
+
+    def of_operation(eqn: Any) -> float:
+        work = lanes * _operation(eqn, lanes, element)
+        if lanes == 1 and jaxi.is_product_with_vector(eqn):
+            work *= VECTOR_PRODUCT
+        return work + call * _runs_by_itself(eqn)
+
+    return _total(eqns, of_operation, step)
 
 
+@weakly_cached
 def is_function(step: ClosedJaxpr, lanes: int = 1) -> bool:
     """Whether a loop of this step is compiled for a CPU as one function."""
     return jax.default_backend() == "cpu" and jaxi.can_be_function(step, inner_jaxprs, lanes)
@@ -154,11 +158,6 @@ def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float], of_step: f
 def _runs_by_itself(eqn: Any) -> float:
     """1 for an operation that XLA executes by itself."""
     return float(jaxi.stands_alone(eqn) or jaxi.takes_fused(eqn))
-
-
-def _product_with_vector(eqn: Any) -> float:
-    """The cost of a product in which a matrix is read for one vector alone."""
-    return _operation(eqn) if jaxi.is_product_with_vector(eqn) else 0.0
 
 
 def _operation(eqn: Any, lanes: int = 1, element: float | None = None) -> float:
