@@ -162,12 +162,25 @@ def test_what_lanes_store_is_multiplied_by_them():
     found = of_lanes("compact", "bounded")
     assert only(found).stored_bytes == 40 * 32 * 64
     assert "gradient stores 40 carries x 32 B x 64 lanes = 80 KiB" in str(found)
-    assert "gradient stores 40 carries x 2 KiB = 80 KiB" in str(of_lanes("lockstep", "bounded"))
+    assert "gradient stores 40 carries x 2 KiB = 80 KiB, 1.25 KiB for each lane" in str(of_lanes("lockstep", "bounded"))
+    assert "takes Residuals() (for all 64 lanes together: at most 268435456 bytes" in " ".join(
+        str(of_lanes("lockstep")).split()
+    )
     words = "takes Residuals() (for one of 64 lanes: at most 4194304 bytes for 40 steps of each of 32 lanes"
     assert words in " ".join(str(of_lanes("compact")).split())
     found = of_lanes("compact", lx.Auto(memory=80 * 1024 // 2))  # of all lanes, half of their carries
     assert "takes Checkpointed" in str(found)
     assert only(found).stored_bytes <= 40 * 1024
+
+
+def test_a_way_that_is_twice_as_good_is_named():
+    found = only(of_lanes("lockstep"))
+    assert found.lanes_expected["Lockstep()"] > 2 * found.lanes_expected["Sequential()"]
+    (advice,) = found.warnings
+    assert '`lanes="sequential"` is expected to take' in advice.message
+    cheap = lambda x: lx.while_loop(lambda x: x < 9, lambda x: x + 1, x)
+    (advice,) = only(lx.explain(jax.vmap(cheap), jnp.ones(64))).warnings
+    assert "is expected to take" not in advice.message
 
 
 def test_the_choice_of_lanes_is_said():

@@ -288,6 +288,9 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     return cast if atom is start else None
 
 
+_TWICE = 2.0  # as good by an estimate, which is often wrong by half
+
+
 def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.waiting, found.loop.debug_info
     chosen = found.loop.lanes if debug_info is None else debug_info.lanes
@@ -308,6 +311,12 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
         if found.library == "lax"
         else '`lanes="compact"` drops those that are done; `loopax.lane_report(info)` says how much that saves.'
     )
+    expected = dict(debug_info.lanes_expected) if debug_info else {}
+    together = expected.get(repr(Lockstep()), 0.0)
+    best = min(expected, key=lambda name: expected[name], default="")
+    if together >= _TWICE * expected.get(best, together or 1.0):
+        name = best.removesuffix("()").lower()
+        way = f'`lanes="{name}"` is expected to take {expected[best] / together:.0%} of the time. Or {way}'
     here = f"{lanes} lanes run until the slowest of them is done, each step for all lanes"
     yield Advice("slowest-lane", found.source, f"{here}. Where their steps differ much, {way}")
 

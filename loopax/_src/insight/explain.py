@@ -70,8 +70,8 @@ class LoopExplanation:
     lanes_taken
         What `AutoLanes()` chose for the batch; otherwise as `lanes`.
     lanes_expected
-        From what `AutoLanes()` chose: ways to run lanes, and the estimated nanoseconds of a lane for each of its own
-        steps. Empty if it has not chosen.
+        For a batch whose lanes take different steps, in lockstep or with `AutoLanes()`: ways to run lanes, and the
+        estimated nanoseconds of a lane for each of its own steps. Otherwise empty.
     most_steps
         The static bound on the number of steps. None: no bound.
     is_fixed
@@ -268,7 +268,8 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
     # A gradient stores as much for each of these; for one, where the loop itself is of all lanes.
     lanes = loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
     if loop.kind is not None:
-        of_lane = f"for one of {lanes} lanes: " if lanes > 1 else ""
+        together = f"for all {loop.waiting} lanes together: " if loop.waiting > 1 else ""
+        of_lane = f"for one of {lanes} lanes: " if lanes > 1 else together
         taken = f", takes {stored.kind} ({of_lane}{stored.reason})" if stored and stored.reason else ""
         idle = "" if loop.derivative is None or loop.derivative.uses_kind else ", which does nothing here"
         yield f"kind: {loop.kind!r}{taken}{idle}"
@@ -280,7 +281,9 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
         times = f" x {lanes} lanes" if lanes > 1 else ""
         records = ", or residuals in their place" if stored.records else ""
         each = f"{stored.carries} {stored.what} x {in_bytes(stored.size)}{times}"
-        yield f"gradient stores {f'{each} = {in_bytes(loop.stored_bytes)}{records}' if stored.size else 'nothing'}"
+        of_one = f", {in_bytes(loop.stored_bytes / loop.waiting)} for each lane" if loop.waiting > 1 else ""
+        total = f"{in_bytes(loop.stored_bytes)}{of_one}{records}"
+        yield f"gradient stores {f'{each} = {total}' if stored.size else 'nothing'}"
         back = ", and n times the inverse" if stored.walks_back else ""
         if stored.evaluations is None:
             most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"

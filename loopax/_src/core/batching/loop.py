@@ -20,7 +20,7 @@ from loopax._src.core.batching.compact_primitive import SWEEPS, BatchRules, comp
 from loopax._src.core.batching.compact_stages import LOOPS
 from loopax._src.core.batching.groups import run_sequentially
 from loopax._src.core.ir.lane_choice import chosen, estimates, kept_together, of_uniform
-from loopax._src.core.ir.lanes import AutoLanes, Compact, Sequential
+from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
@@ -145,8 +145,9 @@ def _with_chosen_lanes(loop: Loop, size: Any) -> Loop:
     lanes, debug_info = chosen(loop.lanes, loop.body, loop.num_consts, size), loop.debug_info
     if debug_info and (mixing := kept_together(loop.lanes, loop.body)):
         debug_info = replace(debug_info, mixed_by=mixing)
-    elif debug_info and isinstance(loop.lanes, AutoLanes) and isinstance(size, int) and size > 1:
-        expected = estimates(loop.lanes, loop.body, loop.num_consts, size)
+    elif debug_info and isinstance(loop.lanes, AutoLanes | Lockstep) and isinstance(size, int) and size > 1:
+        how = loop.lanes if isinstance(loop.lanes, AutoLanes) else AutoLanes()
+        expected = estimates(how, loop.body, loop.num_consts, size)
         debug_info = replace(debug_info, lanes_expected=tuple((repr(how), ns) for how, ns in expected.items()))
     return loop._replace(lanes=lanes, debug_info=debug_info)
 
