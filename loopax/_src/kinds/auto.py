@@ -57,7 +57,8 @@ class Auto(Kind):
 
     `jax.grad(jax.vmap(f))`: the gradient sees all lanes, and `Auto` chooses for them. `jax.vmap(jax.grad(f))`: the
     gradient sees one lane, and the map multiplies what is stored. `Auto` then chooses for one lane; for 64 lanes if the
-    loop says how lanes run (`lanes="compact"` or others); and for `num_lanes` lanes if you give their number.
+    loop says how lanes run (`lanes="compact"` or others), one after another with `lanes="sequential"`; and for
+    `num_lanes` lanes if you give their number.
 
     Of kinds whose estimated times differ by less than 5 %, `Auto` takes the one that stores less.
 
