@@ -144,3 +144,23 @@ def test_symbolic_numbers_of_steps(name: str, x64: bool) -> None:
         for rows in (1, 5):
             xs = jnp.linspace(0.1, 0.7, rows, dtype=jnp.float32)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), read.call(xs), SIZES[name](xs))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["value", "gradient"])
+@pytest.mark.parametrize("lanes", ["lockstep", "compact", "sequential", "auto"])
+def test_symbolic_sizes_of_lanes(lanes: Any, transform: Any) -> None:
+    """Five lanes of any size, whose steps sort, multiply and read, and so have costs that are not known."""
+
+    def step(i: Any, x: Any) -> Any:
+        spread = jnp.sort(x)[None] * jnp.tanh(x)[:, None]
+        return 0.5 * x + 0.1 * jnp.exp(-(x**2)) + 0.01 * (spread @ x) + x[0]
+
+    def total(x: Any, n: Any) -> Any:
+        one = lambda x, n: lx.fori_loop(0, n, step, x, max_steps=9, lanes=lanes, throw=False)
+        return jax.vmap(one)(x, n).sum()
+
+    (b,) = export.symbolic_shape("b")
+    read = through_bytes(transform(total), jax.ShapeDtypeStruct((5, b), float), jax.ShapeDtypeStruct((5,), np.int32))
+    for size in (1, 7):
+        x, n = jnp.linspace(0.1, 1.0, 5 * size).reshape(5, size), jnp.array([3, 0, 9, 1, 4], np.int32)
+        assert_same(read.call(x, n), transform(total)(x, n))

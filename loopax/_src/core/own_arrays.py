@@ -72,7 +72,9 @@ def own_values(closed: ClosedJaxpr, own: Mask) -> OwnValues:
 
 
 def _is_part(aval: Any, whole: Any) -> bool:
-    return prod(aval.shape) <= _LARGEST_PART * prod(whole.shape)
+    sizes = prod(aval.shape), prod(whole.shape)
+    is_known = all(isinstance(size, int) for size in sizes)  # not with a symbolic dimension (of `jax.export`)
+    return is_known and sizes[0] <= _LARGEST_PART * sizes[1]
 
 
 def _taken(eqn: Any, given: Sequence[Own | None]) -> Taken:

@@ -5,7 +5,7 @@ is for choices between those that differ by more than 15 % (docs/benchmark.md).
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import log2, prod
 from sys import maxsize
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ OVERHEAD_IN_PLACES = 8  # of as many lanes as there are places, in times of the 
 REFILLING, STEPS_BETWEEN = 27_000, 10  # ns, and how many steps there are between two times, say
 
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
+_SYMBOLIC = 64  # elements
 _NARROW = 16  # elements of a row, for which there are no vector instructions
 
 # Of a loop that is one function of a CPU, in place of a call and a step; an element, in times of that elsewhere.
@@ -60,10 +61,14 @@ def _evaluation(eqns: Sequence[Any], lanes: int, in_function: bool) -> float:
     return _total(eqns, of_operation, step)
 
 
-@weakly_cached
 def is_function(step: ClosedJaxpr, lanes: int = 1) -> bool:
     """Whether a loop of this step is compiled for a CPU as one function."""
-    return jax.default_backend() == "cpu" and jaxi.can_be_function(step, inner_jaxprs, lanes)
+    return jax.default_backend() == "cpu" and _can_be_function(step, lanes)
+
+
+@weakly_cached
+def _can_be_function(step: ClosedJaxpr, lanes: int) -> bool:
+    return num_bytes(step.in_avals) < maxsize and jaxi.can_be_function(step, inner_jaxprs, lanes)
 
 
 def overhead(in_function: bool) -> float:
@@ -128,7 +133,7 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
     work, calls = _total(eqns, _operation), costs().call * _total(eqns, _runs_by_itself)
     in_function = is_function(body)
     alone = _evaluation(eqns, 1, in_function) + overhead(in_function) + STEP_ALONE * costs().step
-    widest = max((prod(v.aval.shape) for eqn in eqns for v in eqn.outvars), default=0)
+    widest = max((_size(v.aval.shape) for eqn in eqns for v in eqn.outvars), default=0)
     return StepCost(work, CALL_OF_BATCH * calls, alone, widest)
 
 
@@ -155,6 +160,11 @@ def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float], of_step: f
     return total
 
 
+def _size(shape: Iterable[Any]) -> int:
+    """The elements of an array; a symbolic dimension (of `jax.export`) counts as some."""
+    return prod(n if isinstance(n, int) else _SYMBOLIC for n in shape)
+
+
 def _runs_by_itself(eqn: Any) -> float:
     """1 for an operation that XLA executes by itself."""
     return float(jaxi.stands_alone(eqn) or jaxi.takes_fused(eqn))
@@ -164,21 +174,21 @@ def _operation(eqn: Any, lanes: int = 1, element: float | None = None) -> float:
     """The cost of an operation that holds no program, for one of so many lanes."""
     results = computed[eqn.primitive](eqn) if eqn.primitive in computed else eqn.outvars
     results = [jaxi.update_of(eqn)] if jaxi.updates(eqn) else results  # the rows that are written
-    size = sum(prod(v.aval.shape) for v in results)
+    size = sum(_size(v.aval.shape) for v in results)
     if jaxi.is_product(eqn) or jaxi.is_convolution(eqn):
         product = costs().product if jaxi.is_product(eqn) else costs().convolution
-        return product * 2 * size * jaxi.products_per_result(eqn)
+        return product * 2 * size * _size([jaxi.products_per_result(eqn)])
     if jaxi.is_free(eqn):
         return 0.0
     if jaxi.is_slow_function(eqn):
         return size * costs().slow_function
     if jaxi.is_function(eqn):
         shape = eqn.outvars[0].aval.shape
-        is_narrow = bool(shape) and shape[-1] < min(_NARROW, lanes * prod(shape))
+        is_narrow = bool(shape) and _size(shape[-1:]) < min(_NARROW, lanes * _size(shape))
         return size * (costs().function + is_narrow * costs().narrow_function)
     if jaxi.reads_more_than_it_returns(eqn):
-        size = prod(eqn.invars[0].aval.shape)
-        if rows := jaxi.sorted_rows(eqn):
+        size = _size(eqn.invars[0].aval.shape)
+        if rows := _size([jaxi.sorted_rows(eqn)]):
             return size * log2(max(rows, 2)) * costs().comparison
     return size * (costs().elementwise if element is None else element)
 
