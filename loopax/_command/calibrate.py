@@ -45,18 +45,18 @@ def probes() -> list[Probe]:
     axes = ("NHWC", "HWIO", "NHWC")
     convolution = partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=axes)
     return [
-        _rows(("near_byte", "cached_byte"), 0.2, row=16 * 1024, in_all=8 * MIB),
-        _rows(("memory_byte",), 0.75, row=64 * 1024, in_all=48 * MIB),
-        _repeated("product", 0.018, jnp.matmul, 2 * 32 * 128**2, 400, _random(32, 128), _random(128, 128)),
+        _rows(("near_byte", "cached_byte"), 0.26, row=16 * 1024, in_all=8 * MIB),
+        _rows(("memory_byte",), 0.63, row=64 * 1024, in_all=48 * MIB),
+        _repeated("product", 0.0095, jnp.matmul, 2 * 32 * 128**2, 400, _random(32, 128), _random(128, 128)),
         _repeated("convolution", 0.053, convolution, 2 * image.size * 3 * 3 * 8, 20, image, kernel),
-        _repeated("elementwise", 0.018, lambda y: y + 0.01 * y * (1 - y) * (y - 0.3), 6 * numbers.size, 4000, numbers),
+        _repeated("elementwise", 0.0147, lambda y: y + 0.01 * y * (1 - y) * (y - 0.3), 6 * numbers.size, 4000, numbers),
         _repeated(
-            ("function", "narrow_function"), 0.8, lambda y: jnp.exp(-jnp.tanh(y)), 2 * numbers.size, 1000, numbers
+            ("function", "narrow_function"), 0.48, lambda y: jnp.exp(-jnp.tanh(y)), 2 * numbers.size, 1000, numbers
         ),
-        _repeated("slow_function", 5.5, lambda y: jnp.sin(y) + 0.1, numbers.size, 500, numbers),
-        _repeated("comparison", 10.0, lambda y: jnp.sort(-y), 12 * numbers.size, 20, numbers),
-        _repeated("call", 180.0, _calls, 2 * 8, 3000, _random(256)),
-        _repeated("step", 85.0, lambda y: 0.999 * y, 1, 20_000, _random(512)),
+        _repeated("slow_function", 3.2, lambda y: jnp.sin(y) + 0.1, numbers.size, 500, numbers),
+        _repeated("comparison", 5.4, lambda y: jnp.sort(-y), 12 * numbers.size, 20, numbers),
+        _repeated("call", 218.0, _calls, 2 * 8, 3000, _random(256)),
+        _repeated("step", 38.0, lambda y: 0.999 * y, 1, 20_000, _random(512)),
     ]
 
 
