@@ -1,5 +1,6 @@
 """`Auto`: the fastest of the other kinds that fits in so much memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
@@ -7,7 +8,7 @@ from typing import ClassVar
 from loopax._src.core import DEFAULT_SLOTS, Checkpoints, Cost, Kind, LoopFacts, Plan
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds.storing import Bounded, Checkpointed, Residuals
-from loopax._src.pytrees.static import Why, positive_int
+from loopax._src.pytrees.static import Why, code_of_call, positive_int
 from loopax._src.settings import settings
 
 MEMORY = Why(
@@ -77,8 +78,7 @@ class Auto(Kind):
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
-        given = {"memory": self.memory, "num_lanes": self.num_lanes}
-        return f"Auto({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+        return code_of_call("Auto", memory=self.memory, num_lanes=self.num_lanes)
 
     def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`."""
@@ -88,9 +88,7 @@ class Auto(Kind):
         if loop.bound is None:
             ((checkpointed, cost),) = costs.items()
             return checkpointed.plan(loop).because(f"no static bound: {cost.stored}, of at most {budget} bytes")
-        least = min(cost.time for cost in costs.values())
-        near = [kind for kind, cost in costs.items() if cost.time <= _NEAR * least]
-        best = min(near, key=lambda kind: costs[kind].memory)
+        best = smallest_of_fastest({kind: cost.time for kind, cost in costs.items()}, costs)
         listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
         lanes = f" of each of {self._lanes(loop)} lanes" if self._lanes(loop) > 1 else ""
         reason = f"at most {budget} bytes for {loop.bound} steps{lanes}; expected nanoseconds for a step"
@@ -124,6 +122,12 @@ class Auto(Kind):
     def _budget(self, loop: LoopFacts) -> int:
         memory = settings().memory if self.memory is None else self.memory
         return int(memory * loop.share / (self.num_lanes or 1))
+
+
+def smallest_of_fastest(times: Mapping[Kind, float], costs: Mapping[Kind, Cost]) -> Kind:
+    """Of the kinds whose times are taken for equal to the least, the one that stores least."""
+    near = [kind for kind, time in times.items() if time <= _NEAR * min(times.values())]
+    return min(near, key=lambda kind: costs[kind].memory)
 
 
 def _kinds(loop: LoopFacts, bound: int, budget: int) -> list[Kind]:

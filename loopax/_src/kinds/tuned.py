@@ -17,12 +17,11 @@ import jax
 
 from loopax._src.core import Kind, LoopFacts, Plan
 from loopax._src.jax_internals import api_boundary, told_by_first
-from loopax._src.kinds.auto import MEMORY, Auto
+from loopax._src.kinds.auto import MEMORY, Auto, smallest_of_fastest
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static import Why, positive_int, refuse_tracers
+from loopax._src.pytrees.static import Why, code_of_call, positive_int, refuse_tracers
 
 _DEADLINE = 20.0  # seconds for all candidates, after which no other is compiled
-_NEAR = 1.05  # of kinds that take so much longer at most, the one that stores least is taken
 _WHY = Why("the program of a gradient", "choose a folder for all calls")
 
 
@@ -85,8 +84,7 @@ class Tuned(Kind):
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
-        given = {"memory": self.memory, "cache": self.cache}
-        return f"Tuned({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
+        return code_of_call("Tuned", memory=self.memory, cache=self.cache)
 
     def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`."""
@@ -114,10 +112,10 @@ class Tuned(Kind):
         if not known:
             _warn("the device runs none of the candidates")
             return auto.plan(loop)
-        near = [name for name in known if known[name] <= _NEAR * min(known.values())]
+        best = smallest_of_fastest({names[name]: ns for name, ns in known.items()}, candidates)
         listed = ", ".join(f"{name.replace('()', '')} {ns:.0f}" for name, ns in known.items())
         choice = _Choice(
-            min(near, key=lambda name: candidates[names[name]].memory),
+            repr(best),
             f"measured in {time.perf_counter() - begun:.1f} s, nanoseconds for a step: {listed}",
         )
         _remember(self.cache, key, choice)

@@ -116,6 +116,11 @@ def no_choice(what: str, value: Any, is_no: str, by_name: Mapping[str, type], wi
     return f"{what}={value!r} is not {is_no}.{meant} Choose one of {choices}."
 
 
+def code_of_call(name: str, **arguments: Any) -> str:
+    """The code that makes an object, without the arguments that are None."""
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items() if value is not None)})"
+
+
 def static_bool(what: str, value: Any, why: Why) -> bool:
     """A bool that is known when the program is traced."""
     refuse_tracers(what, value, "a Python bool", why)

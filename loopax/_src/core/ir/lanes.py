@@ -10,7 +10,7 @@ import numpy as np
 
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
-from loopax._src.pytrees.static import Why, no_choice, positive_int, refuse_arrays, refuse_tracers
+from loopax._src.pytrees.static import Why, code_of_call, no_choice, positive_int, refuse_arrays, refuse_tracers
 
 # Lanes that keep a device busy: those of a CPU are measured (docs/benchmark.md), the other is a guess. A group walks
 # forward and back; a stage walks forward only, and is worth it with fewer lanes.
@@ -109,8 +109,7 @@ class Compact(Lanes):
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
-        given = {"shrink": self.shrink, "min_lanes": self.min_lanes}
-        return f"Compact({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+        return code_of_call("Compact", shrink=self.shrink, min_lanes=self.min_lanes)
 
 
 @dataclass(frozen=True)

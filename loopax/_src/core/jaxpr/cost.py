@@ -120,6 +120,7 @@ class StepCost(NamedTuple):
         return places if places <= most and places * self.of_lane > least else 0
 
 
+@weakly_cached
 def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
     """The cost of a step, from the body of one lane: (row, *consts, *others) -> ...
 
