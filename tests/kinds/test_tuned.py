@@ -1,6 +1,7 @@
 """`Tuned`: it takes what is fastest by its measurements, remembers it, and measures nothing where it cannot."""
 
 import json
+import re
 import warnings
 
 import jax
@@ -230,6 +231,21 @@ def test_few_steps(steps, reverse):
     xs = jnp.linspace(0.1, 0.9, steps)
     loss = lambda kind: lambda x: lx.scan(lambda c, x: (jnp.sin(c) * x, c), x, xs, reverse=reverse, kind=kind)[0].sum()
     np.testing.assert_allclose(jax.grad(loss("tuned"))(X), jax.grad(loss("residuals"))(X))
+
+
+def test_what_is_measured_changes_few_elements_where_the_gradient_does(monkeypatch):
+    taken = []
+    monkeypatch.setattr(measuring, "_least_seconds", lambda calls, _: taken.extend(calls.values()) or {})
+
+    def loss(x):  # a delay equation, whose last values stand in the carry
+        step = lambda i, x: x.at[i % 1000].add(jnp.sin(x[(i + 1) % 1000]))
+        return lx.fori_loop(0, 50, step, x, kind=lx.Tuned()).sum()
+
+    with pytest.warns(UserWarning, match="none of the candidates"):
+        jax.make_jaxpr(jax.grad(loss))(jnp.ones(1000))
+    assert taken
+    for call in taken:
+        assert not re.search(r"f64\[1000\]\S* add\(", call.func.as_text())
 
 
 def test_where_the_device_runs_nothing_auto_chooses_with_a_warning(monkeypatch):

@@ -72,13 +72,16 @@ def measured(given: Linearized, plans: Sequence[Plan], step: float, deadline: fl
     end = time.perf_counter() + deadline
     shorter, num_steps = _shorter(given, step)
     calls: dict[int, Callable[[], Any]] = {}
-    # What is made up may well become NaN, and nobody is to hear of it.
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+    with jax.ensure_compile_time_eval():
         arguments = _arguments(shorter, num_steps)
+    # What is made up may well become NaN, and nobody is to hear of it.
+    with jax.debug_nans(False), jax.debug_infs(False):
         for i, plan in enumerate(plans):
             if time.perf_counter() > end:
                 break
             with suppress(jax.errors.JaxRuntimeError):
+                # Traced as any program is: evaluated at once, zeros would be constants, to which nothing is added in
+                # place.
                 call = partial(jax.jit(_gradient(shorter, plan)).lower(*arguments).compile(), *arguments)
                 jax.block_until_ready(call())
                 calls[i] = call
