@@ -20,8 +20,8 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
-from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, map_programs, rewriting, trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, rewriting, trace, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, map_programs
 
 # Rows that all lanes of a batch walk: no lane is masked there, and none is filled.
 #

@@ -16,14 +16,14 @@ from jax.core import Tracer
 from loopax._src.core import Derivative, Kind, Loop, LoopCall, LoopOperands, checked_kind, kept, run_by, run_with_tape
 from loopax._src.core.batching.compact_primitive import CompactVmap, compact_vmap_of, compact_vmap_p
 from loopax._src.core.ir.loop import loop_p
-from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace
+from loopax._src.core.jaxpr.util import bind_again, evaluate, trace
 from loopax._src.extras import optional
 from loopax._src.frontend.raising import text_of_check
 from loopax._src.frontend.run_time_checks import KindCheck
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.advice import REFUSALS, aligned, in_bytes, stored_of
 from loopax._src.insight.find_loops import FoundLoop, Subject, find, gradient_of, subject
-from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun, replace_jaxpr
+from loopax._src.jax_internals import ClosedJaxpr, api_boundary, jaxpr_as_fun, map_programs, replace_jaxpr
 from loopax._src.kinds import Asked, Bounded, Checkpointed, KindLike, Residuals, to_kind
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, positive_int

@@ -14,7 +14,7 @@ from jax.interpreters import ad
 from loopax._src.jax_internals.jaxprs import *
 from loopax._src.jax_internals.lowered import calls_of_operations
 from loopax._src.jax_internals.not_yet_made import *
-from loopax._src.jax_internals.one_function import can_be_function
+from loopax._src.jax_internals.one_function import MOST_PLACES, can_be_function
 from loopax._src.jax_internals.operations import *
 from loopax._src.jax_internals.primitives import *
 from loopax._src.jax_internals.processes import told_by_first

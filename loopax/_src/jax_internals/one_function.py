@@ -3,6 +3,9 @@
 Older versions run each operation of a step by a call of its own, which takes longer than a small operation, unless a
 step touches less than 1 kB. They make one function of a call that is marked so, but do not look whether they can: what
 is neither arithmetic nor a move of numbers does not compile. The marks are XLA's own, and not public.
+
+What no version takes into a function and is a few simple operations, a write at several places (of the transpose of
+`x[places]`, say), is written as these.
 """
 
 import platform
@@ -20,7 +23,7 @@ from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from loopax._src.jax_internals import operations
-from loopax._src.jax_internals.primitives import branches, called, is_cond, lax_loop, one_of
+from loopax._src.jax_internals.primitives import branches, called, is_cond, lax_loop, map_programs, one_of
 from loopax._src.jax_internals.tracing import is_for_export
 from loopax._src.jax_internals.types import is_on_host
 
@@ -31,8 +34,10 @@ MAKES_FUNCTIONS = _jaxlib_version >= (0, 12) or NEEDS_TELLING
 _MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
 _LEAST_OF_LIBRARY = 8  # rows or columns, in a product of matrices
 _MOST_COMPUTED = 2**14  # numbers of a result
+MOST_PLACES = 128  # of an array; more are written one after another faster by a loop of XLA's own
 _MOST_IN_MATRIX = 2**18
-_MOST_EQUATIONS = 600  # of a step; LLVM takes up to twice as long to compile a long function as its parts
+# Of a step: LLVM takes up to twice as long to compile so long a function as its parts. Newer versions do not look.
+_MOST_EQUATIONS = 1000 if NEEDS_TELLING else 10**6
 
 _SIZES = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in _SIZES.items() for size in sizes}
@@ -57,7 +62,7 @@ def lowering(
     plain = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if not _is_told(ctx) or (has_unused and has_unused(**params)):
+        if not _is_for_one_cpu(ctx) or (NEEDS_TELLING and has_unused and has_unused(**params)):
             return plain(ctx, *operands, **params)
         program = _with_functions(_meaning(primitive, ctx.avals_in, params))
         return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *operands)
@@ -65,11 +70,11 @@ def lowering(
     return rule
 
 
-def _is_told(ctx: Any) -> bool:
-    """Whether a program is compiled by an XLA that has to be told, for one CPU, here."""
+def _is_for_one_cpu(ctx: Any) -> bool:
+    """Whether a program is compiled for one CPU, here, by an XLA that makes functions."""
     platforms, devices = tuple(ctx.platforms or ctx.module_context.platforms), ctx.module_context.axis_context
     is_one = isinstance(devices, _ShardingContext) and devices.num_devices == 1
-    return NEEDS_TELLING and platforms == ("cpu",) and is_one and not is_for_export(ctx)
+    return MAKES_FUNCTIONS and platforms == ("cpu",) and is_one and not is_for_export(ctx)
 
 
 def _meaning(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> ClosedJaxpr:
@@ -77,19 +82,39 @@ def _meaning(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any])
 
 
 def _with_functions(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with a marked call in the place of each loop of which a function can be made."""
+    """The program, with each loop of which a function can be made as XLA makes one of it."""
     eqns = [_as_function(eqn) if lax_loop(eqn) else eqn for eqn in closed.eqns]
     return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
 
 
 def _as_function(eqn: Any) -> Any:
-    """A loop as a marked call, if it can be one; else as it is."""
-    avals = [x.aval for x in eqn.invars]
-    program = jax.make_jaxpr(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))(*avals)
-    if not can_be_function(program, _programs):
+    """A loop of simple operations, as a marked call where XLA needs telling; as it is if it can be no function."""
+    if not can_be_function(_program_of(eqn), _programs):
         return eqn
-    (call,) = jax.make_jaxpr(lambda *operands: _function_p.bind(*operands, program=program))(*avals).eqns
+    simple = map_programs(eqn, _of_simple_operations)
+    return _calling(partial(_function_p.bind, program=_program_of(simple)), eqn) if NEEDS_TELLING else simple
+
+
+def _program_of(eqn: Any) -> ClosedJaxpr:
+    """The program of this equation alone."""
+    return jax.make_jaxpr(partial(eqn.primitive.bind, **eqn.params))(*(x.aval for x in eqn.invars))
+
+
+def _calling(function: Callable[..., Any], eqn: Any) -> Any:
+    """The one equation that a function is, in the place of another."""
+    (call,) = jax.make_jaxpr(function)(*(x.aval for x in eqn.invars)).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+
+
+def _of_simple_operations(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program without operations that XLA takes into no function."""
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=list(map(_simple, closed.eqns))), closed.consts)
+
+
+def _simple(eqn: Any) -> Any:
+    if operations.writes_places(eqn):
+        return _calling(jax.jit(partial(operations.written_in_turn, eqn)), eqn)
+    return map_programs(eqn, _of_simple_operations)
 
 
 # A call of a program as a function. It takes a tuple, as where XLA makes the function itself: an operand for which XLA
@@ -158,7 +183,9 @@ def _is_simple(eqn: Any, holds_programs: bool, lanes: int) -> bool:
     if holds_programs:
         return eqn.primitive in _meanings or lax_loop(eqn) is not None or is_cond(eqn) or called(eqn) is not None
     operands, computed = [x.aval for x in eqn.invars], max((x.aval.size for x in eqn.outvars), default=0)
-    if operations.writes_block(eqn):
+    if operations.updates(eqn):
+        if lanes * operations.num_places(eqn) > MOST_PLACES:
+            return False
         computed = operations.update_of(eqn).aval.size
     if lanes * computed > _MOST_COMPUTED and not _keeps_array(eqn):
         return False
@@ -166,7 +193,7 @@ def _is_simple(eqn: Any, holds_programs: bool, lanes: int) -> bool:
         return operands[0].size <= _MOST_ADDED_UP
     if operations.is_product(eqn):
         return lanes == 1 and _is_of_vector(operands, eqn.params["dimension_numbers"])
-    return operations.writes_block(eqn) or operations.is_elementwise_operation(eqn) or _moves(eqn)
+    return operations.updates(eqn) or operations.is_elementwise_operation(eqn) or _moves(eqn)
 
 
 def _is_of_vector(operands: Sequence[Any], dimension_numbers: Any) -> bool:

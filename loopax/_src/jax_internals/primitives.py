@@ -117,6 +117,36 @@ def with_held_program(value: Any, program: ClosedJaxpr) -> Any:
     return new
 
 
+def map_parameter(
+    value: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """A parameter of an equation, with `function` of each jaxpr in it; the same object if nothing changes.
+
+    What is no jaxpr is replaced by `other` of it. A tuple or a list that `other` leaves as it is keeps its type, and
+    its items are mapped in turn.
+    """
+    if (held := held_program(value)) is not None:
+        new = function(held)
+        return value if new is held else with_held_program(value, new)
+    new = other(value)
+    if new is not value or not isinstance(value, tuple | list):
+        return new
+    items = [map_parameter(item, function, other) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def map_programs(eqn: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
+    """An equation with other programs in its parameters, itself if none changes. Its effects stay as they are."""
+    return with_params(eqn, {name: map_parameter(value, function) for name, value in eqn.params.items()})
+
+
+def with_params(eqn: Any, params: dict[str, Any]) -> Any:
+    """An equation with other parameters; itself if they are the same objects."""
+    return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
+
+
 def inner_jaxprs(eqn: Any) -> Iterator[ClosedJaxpr]:
     """The jaxprs in the parameters of an equation."""
     return programs_in(tuple(eqn.params.values()))

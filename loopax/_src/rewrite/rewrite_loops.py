@@ -12,12 +12,12 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.branches import cond, switch
 from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike
-from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, map_programs, split_list
+from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, split_list
 from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.explain import LoopExplanation, explanation_of
-from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs, jaxpr_as_fun, map_programs
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.loops import fori_loop, scan, while_loop
 from loopax._src.pytrees.static import Why, static_bool

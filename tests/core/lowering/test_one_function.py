@@ -77,7 +77,23 @@ def of_places(x: Array) -> list[Array]:
     i = (flat.size // 2 + jnp.abs(flat[0]).astype(jnp.int32)) % flat.size
     found = [flat[i], lax.dynamic_slice_in_dim(flat, i, 1), flat.at[i].set(one), flat.at[i].add(one)]
     found += [flat[jnp.stack([i, i])], flat.at[i].get(mode="fill"), lax.dynamic_update_index_in_dim(flat, one, i, 0)]
-    return [*found, flat[(i + jnp.arange(5, dtype=jnp.int32)) % flat.size]]
+    places = (i + jnp.arange(5, dtype=jnp.int32)) % flat.size
+    found += [
+        flat[places],
+        flat.at[places - 1].set(one),
+        flat.at[places].add(x.reshape(-1)[0]),
+        flat.at[places].mul(one),
+    ]
+    if x.ndim == 2:
+        row, column = i % x.shape[0], jnp.stack([i, i, i + 1]) % x.shape[1]
+        found += [x.at[jnp.stack([row, row])].add(x[:2]), x.at[row, column].add(one), x.at[:, column].set(one)]
+        found += [x.at[column, column].add(one, mode="fill"), jax.vmap(lambda y: y.at[column].add(y[0]))(x)]
+        found += [
+            jax.vmap(lambda y, j: y.at[jnp.stack([j, j])].multiply(y[1]))(
+                x[:, :5], row + jnp.arange(len(x), dtype=jnp.int32) % 5
+            )
+        ]
+    return found
 
 
 def of_ints(x: Array) -> list[Array]:
@@ -138,7 +154,7 @@ LEFT_ALONE: dict[str, tuple[Step, Any]] = {
     "a convolution": (lambda i, x: lax.conv(x, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME"), jnp.ones((1, 1, 9, 9))),
     "a sort": (lambda i, x: jnp.sort(x)[::-1], jnp.arange(9.0)),
     "a solve": (lambda i, x: jnp.linalg.solve(jnp.eye(4) + 0.1, x), jnp.ones(4)),
-    "writes at several places": (lambda i, x: x.at[jnp.stack([i, i + 1])].add(1.0), jnp.ones(9)),
+    "writes at many places": (lambda i, x: x.at[(i + jnp.arange(200, dtype=jnp.int32)) % 9].add(1.0), jnp.ones(9)),
     "a sum of many": (lambda i, x: x - x.sum() / 5000, jnp.ones(5000)),
     "a product of long vectors": (lambda i, x: x - x @ x / 5000, jnp.ones(5000)),
     "a large array": (lambda i, x: jnp.sin(x), jnp.ones(20_000)),
@@ -173,6 +189,7 @@ TAKEN: dict[str, tuple[Step, Any]] = {
     "a loop of lax": (lambda i, x: lax.fori_loop(0, 3, lambda j, x: jnp.sin(x) + i, x), jnp.ones(5)),
     "a scan of lax": (lambda i, x: lax.scan(lambda c, y: (c + y, c), x[0], x)[1], jnp.ones(5)),
     "a loop of loopax": (lambda i, x: lx.fori_loop(0, i + 2, lambda j, x: jnp.sin(x) + j, x, max_steps=9), jnp.ones(5)),
+    "sums at places": (lambda i, x: jnp.sin(x[jnp.stack([i, 2 * i, 2 * i])]).sum() + x, jnp.ones(9)),
     "branches": (lambda i, x: lx.switch(i % 3, [jnp.sin, jnp.cos, lambda x: x], x), jnp.ones(5)),
     "branches of lax": (lambda i, x: lax.cond(i % 2 == 0, jnp.sin, jnp.cos, x), jnp.ones(5)),
     "random numbers": (lambda i, x: x + jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (5,)), jnp.ones(5)),

@@ -24,7 +24,6 @@ from loopax._src.core.jaxpr.util import (
     bind_again,
     evaluate,
     flatten,
-    map_programs,
     merge_lists,
     reject,
     select,
@@ -32,7 +31,7 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun, map_programs
 
 ROUNDS, ENOUGH = 7, 0.15  # how often each program is called, and for how many seconds in all
 INNER_STEPS = 8  # of an inner loop whose length is not known: made-up numbers may never end it

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.measuring import Linearized, measured, obstacle
 from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, Measuring, ResidualFacts, StepFacts
 from loopax._src.core.ir.lane_choice import chosen
@@ -184,7 +185,7 @@ def _derivative(loop: Loop, parts: Any, lanes: int) -> float:
     """The time of a step of the sweep: of the linear part, which has as many operations as its transpose."""
     linear, in_function = parts.linear.body, is_function(parts.known.body, lanes)
     adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)] if in_function or lanes > 1 else []
-    in_function = in_function and not adding
+    in_function = in_function and lanes * max(map(jaxi.num_places, adding), default=0) <= jaxi.MOST_PLACES
     time = evaluation(linear, lanes, in_function) + overhead(in_function)
     if lanes > 1:  # each adds up a cotangent of its own for what lanes share, unless it adds to few places
         shared = [prod(aval.shape) for aval in select(parts.unknown.consts, loop.input_avals.consts)]

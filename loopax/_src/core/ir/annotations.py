@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import io_callback
 
 from loopax._src.core.jaxpr.evaluate import silent
-from loopax._src.core.jaxpr.util import map_parameter, rewriting, select, with_params
-from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.core.jaxpr.util import rewriting, select
+from loopax._src.jax_internals import ClosedJaxpr, map_parameter, with_params
 
 # A loop that tells, while it runs, how far it is.
 #

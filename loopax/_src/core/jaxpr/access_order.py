@@ -20,8 +20,8 @@ from typing import Any
 import jax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.util import bind_again, evaluate, map_programs, trace, weakly_cached
-from loopax._src.jax_internals import ClosedJaxpr, Literal, equations_in, inner_jaxprs
+from loopax._src.core.jaxpr.util import bind_again, evaluate, trace, weakly_cached
+from loopax._src.jax_internals import ClosedJaxpr, Literal, equations_in, inner_jaxprs, map_programs
 
 # A smaller array is copied within the time of an operation.
 _MIN_ELEMENTS = 2048

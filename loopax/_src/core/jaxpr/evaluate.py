@@ -9,8 +9,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.util import bind_again, map_programs
-from loopax._src.jax_internals import ClosedJaxpr, inner_jaxprs, jaxpr_as_fun
+from loopax._src.core.jaxpr.util import bind_again
+from loopax._src.jax_internals import ClosedJaxpr, inner_jaxprs, jaxpr_as_fun, map_programs
 
 # Functions with derivatives of their own, evaluated in another way: so are their rules, which JAX traces later.
 

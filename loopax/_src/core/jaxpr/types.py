@@ -29,7 +29,6 @@ from loopax._src.core.jaxpr.util import (
     bind_again,
     collective_over,
     evaluate,
-    map_programs,
     rewriting,
     stacked,
     trace,
@@ -43,6 +42,7 @@ from loopax._src.jax_internals import (
     equations_in,
     inner_jaxprs,
     jaxpr_as_fun,
+    map_programs,
     programs_in,
 )
 
