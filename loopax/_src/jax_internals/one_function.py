@@ -4,8 +4,8 @@ Older versions run each operation of a step by a call of its own, which takes lo
 step touches less than 1 kB. They make one function of a call that is marked so, but do not look whether they can: what
 is neither arithmetic nor a move of numbers does not compile. The marks are XLA's own, and not public.
 
-What no version takes into a function and is a few simple operations, a write at several places (of the transpose of
-`x[places]`, say), is written as these.
+What no version takes into a function is written as simpler operations where it is small: a product of matrices, which
+XLA leaves to a library, and writes at several places, such as those of the transpose of `x[places]`.
 """
 
 import platform
@@ -23,7 +23,16 @@ from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from loopax._src.jax_internals import operations
-from loopax._src.jax_internals.primitives import branches, called, is_cond, lax_loop, map_programs, one_of
+from loopax._src.jax_internals.primitives import (
+    branches,
+    called,
+    is_cond,
+    is_product_with_vector,
+    lax_loop,
+    map_programs,
+    one_of,
+    products_per_result,
+)
 from loopax._src.jax_internals.tracing import is_for_export
 from loopax._src.jax_internals.types import is_on_host
 
@@ -32,7 +41,7 @@ NEEDS_TELLING = _jaxlib_version < (0, 12) and platform.machine() in ("x86_64", "
 MAKES_FUNCTIONS = _jaxlib_version >= (0, 12) or NEEDS_TELLING
 # What is larger is left to libraries, which a function does not call, or is worth several threads. Found by trying.
 _MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
-_LEAST_OF_LIBRARY = 8  # rows or columns, in a product of matrices
+_MOST_PRODUCTS = 1024  # of numbers, in a product of matrices
 _MOST_COMPUTED = 2**14  # numbers of a result
 MOST_PLACES = 128  # of an array; more are written one after another faster by a loop of XLA's own
 _MOST_IN_MATRIX = 2**18
@@ -44,7 +53,7 @@ _DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in
 _adds_up = one_of("argmax", "argmin", *(f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")))
 _moves = one_of(
     *("concatenate", "cummax", "cummin", "cumprod", "cumsum", "dynamic_slice", "gather", "pad", "rev", "slice"),
-    *("split", "stack", "transpose", "unstack", "optimization_barrier", "empty2"),
+    *("split", "stack", "tile", "transpose", "unstack", "optimization_barrier", "empty2"),
 )
 _keeps_array = one_of("reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "split", "unstack")
 
@@ -114,6 +123,8 @@ def _of_simple_operations(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _simple(eqn: Any) -> Any:
     if operations.writes_places(eqn):
         return _calling(jax.jit(partial(operations.written_in_turn, eqn)), eqn)
+    if operations.is_product(eqn) and not _is_of_vector(eqn):
+        return _calling(jax.jit(partial(operations.multiplied_and_added, eqn)), eqn)
     return map_programs(eqn, _of_simple_operations)
 
 
@@ -192,17 +203,17 @@ def _is_simple(eqn: Any, holds_programs: bool, lanes: int) -> bool:
     if _adds_up(eqn):
         return operands[0].size <= _MOST_ADDED_UP
     if operations.is_product(eqn):
-        return lanes == 1 and _is_of_vector(operands, eqn.params["dimension_numbers"])
+        is_small = lanes * computed * products_per_result(eqn) <= _MOST_PRODUCTS and operands[0].dtype != bool
+        return is_small or (lanes == 1 and _is_of_vector(eqn))
     return operations.updates(eqn) or operations.is_elementwise_operation(eqn) or _moves(eqn)
 
 
-def _is_of_vector(operands: Sequence[Any], dimension_numbers: Any) -> bool:
-    """Whether a product is one of a vector, or of matrices that are smaller than what is left to a library."""
-    (contracted, _), (lanes, _) = dimension_numbers
-    least, most = sorted(x.ndim for x in operands)
-    if lanes or most > 2:
+def _is_of_vector(eqn: Any) -> bool:
+    """Whether a product is one of a vector, which XLA leaves to no library."""
+    a, b = (x.aval for x in eqn.invars)
+    if eqn.params["dimension_numbers"][1][0] or max(a.ndim, b.ndim) > 2:
         return False
-    if least == 2:
-        return len(contracted) == 1 and all(n < _LEAST_OF_LIBRARY for x in operands for n in x.shape)
-    is_sum = most == 1 and bool(contracted)
-    return max(x.size for x in operands) <= (_MOST_ADDED_UP if is_sum else _MOST_IN_MATRIX)
+    is_sum = eqn.outvars[0].aval.size == 1
+    if is_sum or products_per_result(eqn) == 1 or is_product_with_vector(eqn):
+        return max(a.size, b.size) <= (_MOST_ADDED_UP if is_sum else _MOST_IN_MATRIX)
+    return False

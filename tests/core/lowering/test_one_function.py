@@ -59,7 +59,10 @@ def of_numbers(x: Array) -> list[Array]:
     found += [jnp.stack([x, x]), x.sum(dtype=x.dtype), x.prod(dtype=x.dtype), flat * flat.sum(dtype=x.dtype)]
     found += [lax.reduce_sum(x, (0,)) if x.ndim else x, jnp.cumsum(flat), jnp.cumprod(flat), jnp.outer(few, few)]
     found += [jnp.broadcast_to(x, (2, *x.shape)), flat @ flat, (one + one) * flat, flat[1:-1]]
-    found += [jnp.tril(ones((6, 5))) @ ones(5) * one, ones((5, 5)) @ ones((5, 6)) * one]
+    wide, stack = jnp.resize(flat, (4, 7)) if flat.size else ones((4, 7)), partial(lax.dot_general, ones((3, 4, 5)))
+    found += [jnp.tril(ones((6, 5))) @ ones(5) * one, ones((5, 4)) @ wide, wide @ wide.T, wide @ wide.T @ wide]
+    found += [wide[:1] @ wide.T, wide @ wide[1:2].T, stack(ones((3, 5, 2)), (([2], [1]), ([0], [0]))) * wide[0, 0]]
+    found += [stack(ones((5, 3, 4)), (([1, 2], [2, 0]), ([0], [1]))) * wide[0, 1], ones((0, 4)) @ wide]
     found += [jnp.asarray(x.real, "float32").sum(), jnp.roll(x, 1), jnp.zeros_like(x), *jnp.split(both, 2)]
     return [*found, jnp.pad(flat, 1)[1:], flat[: flat.size // 2]]
 
@@ -149,8 +152,8 @@ def test_operations(dtype: str, shape: tuple[int, ...]) -> None:
 
 W, DENSE = jnp.full((64, 64), 0.01), jnp.full((8, 8), 0.1)
 LEFT_ALONE: dict[str, tuple[Step, Any]] = {
-    "a product of matrices": (lambda i, x: jnp.tanh(x @ DENSE), jnp.ones((8, 8))),
-    "a batch of products": (lambda i, x: jnp.einsum("bij,bj->bi", jnp.stack([DENSE] * 8), x), jnp.ones((8, 8))),
+    "a product of matrices": (lambda i, x: jnp.tanh(x @ DENSE), jnp.ones((129, 8))),
+    "a batch of products": (lambda i, x: jnp.einsum("bij,bj->bi", jnp.stack([DENSE] * 17), x), jnp.ones((17, 8))),
     "a convolution": (lambda i, x: lax.conv(x, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME"), jnp.ones((1, 1, 9, 9))),
     "a sort": (lambda i, x: jnp.sort(x)[::-1], jnp.arange(9.0)),
     "a solve": (lambda i, x: jnp.linalg.solve(jnp.eye(4) + 0.1, x), jnp.ones(4)),
@@ -271,7 +274,7 @@ def test_kinds_are_told_of_functions() -> None:
     nested, _ = facts_of(TAKEN["a loop of loopax"][0], 3)
     assert small.overhead == nested.overhead == STEP_IN_FUNCTION
     assert rows.derivative < costs().step
-    other, rows = facts_of(lambda i, y: jnp.tanh(y @ DENSE), 8, 8)
+    other, rows = facts_of(lambda i, y: jnp.tanh(y @ W), 64, 64)
     assert other.overhead == costs().step
     assert rows.derivative > costs().step + costs().call
 
