@@ -11,10 +11,11 @@ from jax.extend.core import ClosedJaxpr, JaxprTypeError, Literal, Primitive, jax
 from jax.interpreters import ad
 
 # The names without an underscore are what the rest of loopax may use: each file has its own.
+from loopax._src.jax_internals.few_numbers import MOST_PLACES
 from loopax._src.jax_internals.jaxprs import *
 from loopax._src.jax_internals.lowered import calls_of_operations
 from loopax._src.jax_internals.not_yet_made import *
-from loopax._src.jax_internals.one_function import MOST_PLACES, can_be_function
+from loopax._src.jax_internals.one_function import can_be_function
 from loopax._src.jax_internals.operations import *
 from loopax._src.jax_internals.primitives import *
 from loopax._src.jax_internals.processes import told_by_first

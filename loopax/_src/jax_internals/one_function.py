@@ -4,8 +4,8 @@ Older versions run each operation of a step by a call of its own, which takes lo
 step touches less than 1 kB. They make one function of a call that is marked so, but do not look whether they can: what
 is neither arithmetic nor a move of numbers does not compile. The marks are XLA's own, and not public.
 
-What no version takes into a function is written as simpler operations where it is small: a product of matrices, which
-XLA leaves to a library, and writes at several places, such as those of the transpose of `x[places]`.
+What no version takes into a function is written as simpler operations where it is small (`few_numbers.py`): products of
+matrices, solving, sorting, and writes at several places, such as those of the transpose of `x[places]`.
 """
 
 import platform
@@ -23,10 +23,12 @@ from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from loopax._src.jax_internals import operations
+from loopax._src.jax_internals.few_numbers import in_simple_operations, is_of_few
 from loopax._src.jax_internals.primitives import (
     branches,
     called,
     is_cond,
+    is_linear_solve,
     is_product_with_vector,
     lax_loop,
     map_programs,
@@ -41,9 +43,7 @@ NEEDS_TELLING = _jaxlib_version < (0, 12) and platform.machine() in ("x86_64", "
 MAKES_FUNCTIONS = _jaxlib_version >= (0, 12) or NEEDS_TELLING
 # What is larger is left to libraries, which a function does not call, or is worth several threads. Found by trying.
 _MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
-_MOST_PRODUCTS = 1024  # of numbers, in a product of matrices
 _MOST_COMPUTED = 2**14  # numbers of a result
-MOST_PLACES = 128  # of an array; more are written one after another faster by a loop of XLA's own
 _MOST_IN_MATRIX = 2**18
 # Of a step: LLVM takes up to twice as long to compile so long a function as its parts. Newer versions do not look.
 _MOST_EQUATIONS = 1000 if NEEDS_TELLING else 10**6
@@ -121,10 +121,9 @@ def _of_simple_operations(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _simple(eqn: Any) -> Any:
-    if operations.writes_places(eqn):
-        return _calling(jax.jit(partial(operations.written_in_turn, eqn)), eqn)
-    if operations.is_product(eqn) and not _is_of_vector(eqn):
-        return _calling(jax.jit(partial(operations.multiplied_and_added, eqn)), eqn)
+    if not _is_taken(eqn, 1) and is_of_few(eqn):
+        with jax.numpy_rank_promotion("allow"):
+            return _calling(jax.jit(in_simple_operations(eqn)), eqn)
     return map_programs(eqn, _of_simple_operations)
 
 
@@ -182,6 +181,8 @@ def _programs(eqn: Any) -> list[ClosedJaxpr]:
         return [loop.body, *([] if loop.cond is None else [loop.cond])]
     if is_cond(eqn):
         return list(branches(eqn))
+    if is_linear_solve(eqn):
+        return [eqn.params["jaxprs"].solve]
     program = called(eqn)
     return [] if program is None else [program]
 
@@ -192,20 +193,24 @@ def _is_simple(eqn: Any, holds_programs: bool, lanes: int) -> bool:
     if not all(str(x.dtype) in _DTYPES and not is_on_host(x) for x in arrays):
         return False
     if holds_programs:
-        return eqn.primitive in _meanings or lax_loop(eqn) is not None or is_cond(eqn) or called(eqn) is not None
-    operands, computed = [x.aval for x in eqn.invars], max((x.aval.size for x in eqn.outvars), default=0)
-    if operations.updates(eqn):
-        if lanes * operations.num_places(eqn) > MOST_PLACES:
-            return False
-        computed = operations.update_of(eqn).aval.size
+        is_program = eqn.primitive in _meanings or is_cond(eqn) or is_linear_solve(eqn)
+        return is_program or lax_loop(eqn) is not None or called(eqn) is not None
+    written = [operations.update_of(eqn)] if operations.updates(eqn) else eqn.outvars
+    computed = max((x.aval.size for x in written), default=0)
     if lanes * computed > _MOST_COMPUTED and not _keeps_array(eqn):
         return False
+    return _is_taken(eqn, lanes) or is_of_few(eqn, lanes)
+
+
+def _is_taken(eqn: Any, lanes: int) -> bool:
+    """Whether XLA takes an operation into a function as it is."""
     if _adds_up(eqn):
-        return operands[0].size <= _MOST_ADDED_UP
+        return eqn.invars[0].aval.size <= _MOST_ADDED_UP
     if operations.is_product(eqn):
-        is_small = lanes * computed * products_per_result(eqn) <= _MOST_PRODUCTS and operands[0].dtype != bool
-        return is_small or (lanes == 1 and _is_of_vector(eqn))
-    return operations.updates(eqn) or operations.is_elementwise_operation(eqn) or _moves(eqn)
+        return lanes == 1 and _is_of_vector(eqn)
+    if operations.updates(eqn):
+        return lanes * operations.num_places(eqn) == 1
+    return operations.is_elementwise_operation(eqn) or _moves(eqn)
 
 
 def _is_of_vector(eqn: Any) -> bool:

@@ -156,34 +156,6 @@ def num_places(eqn: Any) -> int:
     return 1 if _of_one_block(eqn) else prod(eqn.invars[1].aval.shape[:-1])
 
 
-def writes_places(eqn: Any) -> bool:
-    """Whether blocks are written at several places that are computed."""
-    return updates(eqn) and num_places(eqn) > 1
-
-
-def written_in_turn(eqn: Any, array: Any, places: Any, values: Any) -> Any:
-    """The result of `writes_places`, by a loop that writes one block after another."""
-    numbers, batch = eqn.params["dimension_numbers"], places.shape[:-1]
-    window = numbers.update_window_dims
-    rows = [axis for axis in range(values.ndim) if axis not in window]
-    values = values.transpose([*rows, *window]).reshape(-1, *(values.shape[axis] for axis in window))
-    # Places along axes that places and array share are the numbers of these places themselves.
-    own = [lax.broadcasted_iota(places.dtype, (*batch, 1), axis) for axis in numbers.scatter_indices_batching_dims]
-    places = jnp.concatenate([*own, places], -1).reshape(len(values), -1)
-    block = lax.ScatterDimensionNumbers(
-        tuple(range(len(window))),
-        tuple(sorted((*numbers.inserted_window_dims, *numbers.operand_batching_dims))),
-        (*numbers.operand_batching_dims, *numbers.scatter_dims_to_operand_dims),
-    )
-    params = {**eqn.params, "dimension_numbers": block, "unique_indices": True, "indices_are_sorted": True}
-
-    def write(i: Any, array: Any) -> Any:
-        row = partial(lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False, allow_negative_indices=False)
-        return eqn.primitive.bind(array, row(places), row(values), **params)
-
-    return lax.fori_loop(jnp.int32(0), jnp.int32(len(values)), write, array)
-
-
 # ---- what is read beside it
 
 _SMALL = 16  # numbers, of an operand that waits for others

@@ -31,6 +31,7 @@ needs_telling = pytest.mark.skipif(
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 INTS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+FLAGS = [[bool(bits >> place & 1) for place in range(5)] for bits in (1, 6, 13, 18, 23, 31, 8, 4)]
 SHAPES = [(), (1,), (7,), (0,), (3, 5), (2, 0), (33, 40)]
 
 
@@ -71,6 +72,8 @@ def of_ordered(x: Array) -> list[Array]:
     flat, one = x.reshape(-1), jnp.ones((), x.dtype)
     found = [x < one, x >= one, x <= one, x > one, jnp.maximum(x, one), jnp.minimum(x, one), lax.rem(x, one + one)]
     found += [lax.cummax(flat), lax.cummin(flat), jnp.abs(x), jnp.clip(x, one, one + one)]
+    few = flat[:9]
+    found += [jnp.sort(few), jnp.argsort(few), *lax.sort((few % (one + one), few), num_keys=1)]
     return found + ([flat.max(), flat.min(), flat.argmax(), flat.argmin()] if x.size else [])
 
 
@@ -99,6 +102,20 @@ def of_places(x: Array) -> list[Array]:
     return found
 
 
+def of_matrices(x: Array) -> list[Array]:
+    """Small ones, factorized and solved with."""
+    numbers = jnp.resize(x.reshape(-1), (4, 4)) if x.size else jnp.ones((4, 4), x.dtype)
+    square, right = (0.25 * numbers + jnp.diag(jnp.arange(2, 6).astype(x.dtype)))[::-1], numbers[:, :3]
+    positive = square @ square.conj().T
+    flags = [
+        dict(zip(("left_side", "lower", "transpose_a", "conjugate_a", "unit_diagonal"), f, strict=True)) for f in FLAGS
+    ]
+    solved = [lax.linalg.triangular_solve(square[::-1], right if f["left_side"] else right.T, **f) for f in flags]
+    found = [*lax.linalg.lu(square), jnp.linalg.solve(square, right), jnp.linalg.inv(square), *solved]
+    found += [jnp.linalg.cholesky(positive), jax.scipy.linalg.cho_solve((positive, True), right[:, 0])]
+    return [*found, jnp.linalg.cholesky(-positive), jnp.linalg.inv(jnp.stack([square, positive]))]
+
+
 def of_ints(x: Array) -> list[Array]:
     one = jnp.ones((), x.dtype)
     found = [x & one, x | one, x ^ one, ~x, x // (one + one), x % (one + one), lax.population_count(x), lax.clz(x)]
@@ -112,9 +129,10 @@ def of_complex(x: Array) -> list[Array]:
 
 
 def steps_of(dtype: str) -> list[Callable[[Array], list[Array]]]:
+    matrices = [of_matrices] if dtype in ("float32", "float64", *COMPLEX) else []
     if dtype in COMPLEX:
-        return [of_numbers, of_places, of_complex]
-    return [of_numbers, of_ordered, of_places, of_floats if dtype in FLOATS else of_ints]
+        return [of_numbers, of_places, of_complex, *matrices]
+    return [of_numbers, of_ordered, of_places, of_floats if dtype in FLOATS else of_ints, *matrices]
 
 
 def text_of(function: Any, *arguments: Any) -> str:
@@ -155,8 +173,8 @@ LEFT_ALONE: dict[str, tuple[Step, Any]] = {
     "a product of matrices": (lambda i, x: jnp.tanh(x @ DENSE), jnp.ones((129, 8))),
     "a batch of products": (lambda i, x: jnp.einsum("bij,bj->bi", jnp.stack([DENSE] * 17), x), jnp.ones((17, 8))),
     "a convolution": (lambda i, x: lax.conv(x, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME"), jnp.ones((1, 1, 9, 9))),
-    "a sort": (lambda i, x: jnp.sort(x)[::-1], jnp.arange(9.0)),
-    "a solve": (lambda i, x: jnp.linalg.solve(jnp.eye(4) + 0.1, x), jnp.ones(4)),
+    "a sort": (lambda i, x: jnp.sort(x)[::-1], jnp.arange(99.0)),
+    "a solve": (lambda i, x: jnp.linalg.solve(jnp.eye(9) + 0.1, x), jnp.ones(9)),
     "writes at many places": (lambda i, x: x.at[(i + jnp.arange(200, dtype=jnp.int32)) % 9].add(1.0), jnp.ones(9)),
     "a sum of many": (lambda i, x: x - x.sum() / 5000, jnp.ones(5000)),
     "a product of long vectors": (lambda i, x: x - x @ x / 5000, jnp.ones(5000)),
@@ -193,6 +211,8 @@ TAKEN: dict[str, tuple[Step, Any]] = {
     "a scan of lax": (lambda i, x: lax.scan(lambda c, y: (c + y, c), x[0], x)[1], jnp.ones(5)),
     "a loop of loopax": (lambda i, x: lx.fori_loop(0, i + 2, lambda j, x: jnp.sin(x) + j, x, max_steps=9), jnp.ones(5)),
     "sums at places": (lambda i, x: jnp.sin(x[jnp.stack([i, 2 * i, 2 * i])]).sum() + x, jnp.ones(9)),
+    "small matrices": (lambda i, x: jnp.linalg.solve(x @ x.T + jnp.eye(3), x[::-1]), jnp.arange(9.0).reshape(3, 3)),
+    "a sort of few": (lambda i, x: jnp.sort(x)[::-1] * x, jnp.arange(9.0)),
     "branches": (lambda i, x: lx.switch(i % 3, [jnp.sin, jnp.cos, lambda x: x], x), jnp.ones(5)),
     "branches of lax": (lambda i, x: lax.cond(i % 2 == 0, jnp.sin, jnp.cos, x), jnp.ones(5)),
     "random numbers": (lambda i, x: x + jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (5,)), jnp.ones(5)),

@@ -1,0 +1,172 @@
+"""Operations on few numbers, written as simpler ones: XLA takes these into a function, and leaves others to libraries.
+
+They compute the same, rounded otherwise: sums in order, and elimination with the pivots that LAPACK takes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from loopax._src.jax_internals.operations import is_product, num_places, updates
+from loopax._src.jax_internals.primitives import one_of, products_per_result
+
+# Larger ones take longer so than a library. Found by trying.
+_MOST_PRODUCTS = 1024  # of numbers, in a product of matrices
+_MOST_IN_ROW = 16  # that is sorted
+_LARGEST_MATRIX = 8  # that is factorized, or solved with
+_MOST_FACTORIZED = 2048  # multiplications
+MOST_PLACES = 128  # that are written
+
+_sorts = one_of("sort")
+_factorizes = one_of("lu", "cholesky")
+_solves = one_of("triangular_solve")
+
+
+def is_of_few(eqn: Any, lanes: int = 1) -> bool:
+    """Whether an operation, for so many lanes, is small enough to be written so."""
+    first, results = eqn.invars[0].aval if eqn.invars else None, lanes * sum(x.aval.size for x in eqn.outvars)
+    if is_product(eqn):
+        return results * products_per_result(eqn) <= _MOST_PRODUCTS and first.dtype != bool
+    if updates(eqn):
+        return lanes * num_places(eqn) <= MOST_PLACES
+    if _sorts(eqn):
+        row, is_real = first.shape[eqn.params["dimension"]], not jnp.issubdtype(first.dtype, jnp.complexfloating)
+        return eqn.params["num_keys"] == 1 and is_real and row <= _MOST_IN_ROW and row * results <= _MOST_PRODUCTS
+    if _factorizes(eqn) or _solves(eqn):
+        rows, columns = first.shape[-2:]
+        return 0 < rows == columns <= _LARGEST_MATRIX and 0 < rows * results <= _MOST_FACTORIZED
+    return False
+
+
+def in_simple_operations(eqn: Any) -> Callable[..., Any]:
+    """The function that `is_of_few` is, of other operations."""
+    if is_product(eqn):
+        return partial(_multiplied_and_added, eqn)
+    if updates(eqn):
+        return partial(_written_in_turn, eqn)
+    if _sorts(eqn):
+        return partial(_sorted, eqn.params["dimension"])
+    if _solves(eqn):
+        return partial(_solved, **{name: eqn.params[name] for name in _FLAGS})
+    return _eliminated if eqn.primitive.name == "lu" else _root
+
+
+def _multiplied_and_added(eqn: Any, a: Any, b: Any) -> Any:
+    """A product of matrices; numbers of 16 bits are added up in 32."""
+    (of_a, of_b), (lanes_of_a, lanes_of_b) = eqn.params["dimension_numbers"]
+    rows = [axis for axis in range(a.ndim) if axis not in (*of_a, *lanes_of_a)]
+    columns = [axis for axis in range(b.ndim) if axis not in (*of_b, *lanes_of_b)]
+    size = lambda x, axes: prod(x.shape[axis] for axis in axes)  # noqa: E731
+    lanes, summed = size(a, lanes_of_a), size(a, of_a)
+    a = a.transpose([*lanes_of_a, *rows, *of_a]).reshape(lanes, size(a, rows), summed, 1)
+    b = b.transpose([*lanes_of_b, *of_b, *columns]).reshape(lanes, 1, summed, size(b, columns))
+    aval = eqn.outvars[0].aval
+    dtype = jnp.float32 if jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4 else aval.dtype
+    return lax.reduce_sum(a.astype(dtype) * b.astype(dtype), (2,)).astype(aval.dtype).reshape(aval.shape)
+
+
+def _written_in_turn(eqn: Any, array: Any, places: Any, values: Any) -> Any:
+    """Writes at several places, one block after another."""
+    numbers, batch, size = eqn.params["dimension_numbers"], places.shape[:-1], num_places(eqn)
+    window = numbers.update_window_dims
+    rows = [axis for axis in range(values.ndim) if axis not in window]
+    values = values.transpose([*rows, *window]).reshape(size, *(values.shape[axis] for axis in window))
+    # Places along axes that places and array share are the numbers of these places themselves.
+    own = [lax.broadcasted_iota(places.dtype, (*batch, 1), axis) for axis in numbers.scatter_indices_batching_dims]
+    places = jnp.concatenate([*own, places], -1).reshape(size, len(own) + places.shape[-1])
+    block = lax.ScatterDimensionNumbers(
+        tuple(range(len(window))),
+        tuple(sorted((*numbers.inserted_window_dims, *numbers.operand_batching_dims))),
+        (*numbers.operand_batching_dims, *numbers.scatter_dims_to_operand_dims),
+    )
+    params = {**eqn.params, "dimension_numbers": block, "unique_indices": True, "indices_are_sorted": True}
+
+    def write(i: Any, array: Any) -> Any:
+        row = partial(lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False, allow_negative_indices=False)
+        return eqn.primitive.bind(array, row(places), row(values), **params)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(size), write, array)
+
+
+def _sorted(dimension: int, *operands: Any) -> list[Any]:
+    """Rows in the order of the first operand: each element goes to the place that is the number of those before it."""
+    if not operands[0].size:
+        return list(operands)
+    operands = [jnp.moveaxis(x, dimension, -1) for x in operands]
+    key = operands[0]
+    a, b = jnp.broadcast_arrays(key[..., None, :], key[..., :, None])  # [..., i, j]: that of j, and that of i
+    is_less = a < b
+    if jnp.issubdtype(key.dtype, jnp.floating):
+        is_less |= jnp.isnan(b) & ~jnp.isnan(a)
+    numbers = _numbers(key.shape[-1])
+    is_equal_and_first = ~jnp.swapaxes(is_less, -1, -2) & (numbers[None, :] < numbers[:, None])
+    rank = lax.reduce_sum((is_less | is_equal_and_first).astype(jnp.int32), (key.ndim,))
+    source = lax.argmax((rank[..., None, :] == numbers[:, None]).astype(jnp.int32), key.ndim, jnp.int32)
+    return [jnp.moveaxis(jnp.take_along_axis(x, source, -1), -1, dimension) for x in operands]
+
+
+def _eliminated(a: Any) -> list[Any]:
+    """`lu`: both factors in one matrix, the rows that were exchanged, and the order of the rows."""
+    numbers = _numbers(a.shape[-1])
+    order, pivots = jnp.broadcast_to(numbers, a.shape[:-1]), []
+    for k in range(a.shape[-1]):
+        column = a[..., k]
+        size = abs(column.real) + abs(column.imag) if jnp.iscomplexobj(a) else abs(column)
+        pivot = lax.argmax(jnp.where(numbers >= k, size, -jnp.ones_like(size)), size.ndim - 1, jnp.int32)[..., None]
+        exchanged = jnp.where(numbers == k, pivot, jnp.where(numbers == pivot, jnp.int32(k), numbers))
+        order = jnp.take_along_axis(order, exchanged, -1)
+        a = jnp.take_along_axis(a, exchanged[..., None], -2)
+        divisor = jnp.where(a[..., k, k] == 0, jnp.ones_like(a[..., k, k]), a[..., k, k])[..., None]
+        factors = jnp.where(numbers > k, a[..., k] / divisor, jnp.zeros_like(a[..., k]))
+        rest = jnp.where(numbers > k, a[..., k, :], jnp.zeros_like(a[..., k, :]))
+        a = a - factors[..., None] * rest[..., None, :]
+        is_below = (numbers[:, None] > k) & (numbers == k)
+        a = jnp.where(is_below, factors[..., None], a)
+        pivots.append(pivot[..., 0])
+    return [a, jnp.stack(pivots, -1), order]
+
+
+_FLAGS = "left_side", "lower", "transpose_a", "conjugate_a", "unit_diagonal"
+
+
+def _solved(
+    a: Any, b: Any, left_side: bool, lower: bool, transpose_a: bool, conjugate_a: bool, unit_diagonal: bool
+) -> Any:
+    """`triangular_solve`."""
+    a = a.conj() if conjugate_a else a
+    if transpose_a == left_side:  # the transpose of `x @ a = b` is solved from the left
+        a, lower = jnp.swapaxes(a, -1, -2), not lower
+    b = b if left_side else jnp.swapaxes(b, -1, -2)
+    found: dict[int, Any] = {}
+    rows = range(a.shape[-1])
+    for k in rows if lower else reversed(rows):
+        value = b[..., k, :]
+        for j, x in found.items():
+            value = value - a[..., k, j, None] * x
+        found[k] = value if unit_diagonal else value / a[..., k, k, None]
+    x = jnp.stack([found[k] for k in rows], -2)
+    return x if left_side else jnp.swapaxes(x, -1, -2)
+
+
+def _root(a: Any) -> Any:
+    """`cholesky`: NaN where the matrix is not positive definite."""
+    numbers, columns = _numbers(a.shape[-1]), list[Any]()
+    is_positive = jnp.ones(a.shape[:-2], bool)
+    for k in range(a.shape[-1]):
+        column = a[..., k]
+        for other in columns:
+            column = column - other * other[..., k, None].conj()
+        pivot = column[..., k].real
+        is_positive &= pivot > 0
+        column = column / jnp.sqrt(pivot)[..., None].astype(a.dtype)
+        columns.append(jnp.where(numbers >= k, column, jnp.zeros_like(column)))
+    root = jnp.stack(columns, -1)
+    return jnp.where(is_positive[..., None, None], root, jnp.full_like(root, jnp.nan))
+
+
+def _numbers(size: int) -> Any:
+    return lax.iota(jnp.int32, size)
