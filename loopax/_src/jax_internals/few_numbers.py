@@ -71,6 +71,8 @@ def _multiplied_and_added(eqn: Any, a: Any, b: Any) -> Any:
 
 def _written_in_turn(eqn: Any, array: Any, places: Any, values: Any) -> Any:
     """Writes at several places, one block after another."""
+    if not values.size:
+        return array
     numbers, batch, size = eqn.params["dimension_numbers"], places.shape[:-1], num_places(eqn)
     window = numbers.update_window_dims
     rows = [axis for axis in range(values.ndim) if axis not in window]
