@@ -37,6 +37,7 @@ SHAPES = [(), (1,), (7,), (0,), (3, 5), (2, 0), (33, 40)]
 
 def of_floats(x: Array) -> list[Array]:
     y = 0.4 * x + jnp.asarray(0.1, x.dtype)
+    few = x.reshape(-1)[:9]
     special = [] if x.dtype in ("float16", "bfloat16") else [lax.lgamma(y + 1), lax.digamma(y + 1), lax.erf_inv(y)]
     return [
         *(f(y) for f in (jnp.sin, jnp.cos, jnp.tan, jnp.arcsin, jnp.arccos, jnp.arctan, jnp.sinh, jnp.cosh, jnp.tanh)),
@@ -47,6 +48,7 @@ def of_floats(x: Array) -> list[Array]:
         jnp.nextafter(y, x) if x.dtype in ("float32", "float64") else y,
         y ** jnp.asarray(1.5, x.dtype),
         lax.reduce_precision(y, 5, 4),
+        jnp.sort(jnp.where(few > jnp.asarray(1, x.dtype), few, jnp.asarray(jnp.nan, x.dtype))),
         lax.clamp(jnp.asarray(0, x.dtype), y, jnp.asarray(0.2, x.dtype)),
         *special,
     ]
