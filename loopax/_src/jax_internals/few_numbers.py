@@ -28,7 +28,9 @@ _solves = one_of("triangular_solve")
 
 def is_of_few(eqn: Any, lanes: int = 1) -> bool:
     """Whether an operation, for so many lanes, is small enough to be written so."""
-    first, results = eqn.invars[0].aval if eqn.invars else None, lanes * sum(x.aval.size for x in eqn.outvars)
+    if not eqn.invars:
+        return False
+    first, results = eqn.invars[0].aval, lanes * sum(x.aval.size for x in eqn.outvars)
     if is_product(eqn):
         return results * products_per_result(eqn) <= _MOST_PRODUCTS and first.dtype != bool
     if updates(eqn):
@@ -98,8 +100,8 @@ def _sorted(dimension: int, *operands: Any) -> list[Any]:
     """Rows in the order of the first operand: each element goes to the place that is the number of those before it."""
     if not operands[0].size:
         return list(operands)
-    operands = [jnp.moveaxis(x, dimension, -1) for x in operands]
-    key = operands[0]
+    rows = [jnp.moveaxis(x, dimension, -1) for x in operands]
+    key = rows[0]
     a, b = jnp.broadcast_arrays(key[..., None, :], key[..., :, None])  # [..., i, j]: that of j, and that of i
     is_less = a < b
     if jnp.issubdtype(key.dtype, jnp.floating):
@@ -108,7 +110,7 @@ def _sorted(dimension: int, *operands: Any) -> list[Any]:
     is_equal_and_first = ~jnp.swapaxes(is_less, -1, -2) & (numbers[None, :] < numbers[:, None])
     rank = lax.reduce_sum((is_less | is_equal_and_first).astype(jnp.int32), (key.ndim,))
     source = lax.argmax((rank[..., None, :] == numbers[:, None]).astype(jnp.int32), key.ndim, jnp.int32)
-    return [jnp.moveaxis(jnp.take_along_axis(x, source, -1), -1, dimension) for x in operands]
+    return [jnp.moveaxis(jnp.take_along_axis(x, source, -1), -1, dimension) for x in rows]
 
 
 def _eliminated(a: Any) -> list[Any]:
