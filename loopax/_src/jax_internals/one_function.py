@@ -124,8 +124,10 @@ def _simple(eqn: Any) -> Any:
     if not _is_taken(eqn, 1) and is_of_few(eqn):
         with jax.numpy_rank_promotion("allow"):
             return _calling(jax.jit(in_simple_operations(eqn)), eqn)
-    # What is in a primitive of our own becomes simple where that is lowered: sums are made in place before.
-    return eqn if eqn.primitive in _meanings else map_programs(eqn, _of_simple_operations)
+    if eqn.primitive in _meanings:  # what it means makes sums in place, before they become simple
+        program = _of_simple_operations(_meaning(eqn.primitive, [x.aval for x in eqn.invars], eqn.params))
+        return _calling(jax.jit(jaxpr_as_fun(program)), eqn)
+    return map_programs(eqn, _of_simple_operations)
 
 
 # A call of a program as a function. It takes a tuple, as where XLA makes the function itself: an operand for which XLA

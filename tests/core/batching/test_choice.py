@@ -11,6 +11,7 @@ import loopax as lx
 from loopax._src.core.ir.lane_choice import chosen, estimates
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential, stages
 from loopax._src.core.jaxpr.cost import step_cost
+from loopax._src.jax_internals import one_function
 from tests.support.reference import assert_close
 
 W = np.full((64, 64), 0.1, np.float32)
@@ -189,9 +190,10 @@ def test_results_with_counts_are_those_of_lockstep(transform):
     assert_close(run(AutoLanes([3, 0, 7, 1])), run("lockstep"), 1e-4)
 
 
-def test_a_linear_solve_runs_in_a_batch():
-    """It calls a library for each lane, alone and in a batch."""
-    unit = jnp.eye(5, dtype=jnp.float32)
+@pytest.mark.parametrize(("rows", "is_alone"), [(5, one_function.MAKES_FUNCTIONS), (12, False)])
+def test_a_linear_solve(rows, is_alone):
+    """A small one of a lane alone stands in a function; a larger one calls a library for each lane of a batch, too."""
+    unit = jnp.eye(rows, dtype=jnp.float32)
     solve = lambda h: jnp.linalg.solve(jnp.outer(h, h) + unit, jnp.linalg.solve(unit, h))
-    body = jax.make_jaxpr(lambda row, h: solve(h))(0, jax.ShapeDtypeStruct((5,), jnp.float32))
-    assert chosen(AutoLanes(), body, 0, 64) != Sequential()
+    body = jax.make_jaxpr(lambda row, h: solve(h))(0, jax.ShapeDtypeStruct((rows,), jnp.float32))
+    assert (chosen(AutoLanes(), body, 0, 64) == Sequential()) == is_alone
