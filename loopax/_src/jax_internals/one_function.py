@@ -111,7 +111,8 @@ def _program_of(eqn: Any) -> ClosedJaxpr:
 
 def _calling(function: Callable[..., Any], eqn: Any) -> Any:
     """The one equation that a function is, in the place of another."""
-    (call,) = jax.make_jaxpr(function)(*(x.aval for x in eqn.invars)).eqns
+    with jax.disable_jit(False), jax.numpy_rank_promotion("allow"):
+        (call,) = jax.make_jaxpr(function)(*(x.aval for x in eqn.invars)).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
@@ -122,8 +123,7 @@ def _of_simple_operations(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _simple(eqn: Any) -> Any:
     if not _is_taken(eqn, 1) and is_of_few(eqn):
-        with jax.numpy_rank_promotion("allow"):
-            return _calling(jax.jit(in_simple_operations(eqn)), eqn)
+        return _calling(jax.jit(in_simple_operations(eqn)), eqn)
     if eqn.primitive in _meanings:  # what it means makes sums in place, before they become simple
         program = _of_simple_operations(_meaning(eqn.primitive, [x.aval for x in eqn.invars], eqn.params))
         return _calling(jax.jit(jaxpr_as_fun(program)), eqn)

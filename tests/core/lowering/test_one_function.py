@@ -28,6 +28,10 @@ needs_telling = pytest.mark.skipif(
     reason="XLA makes such functions itself from jaxlib 0.12 on, and is told on x86 alone",
 )
 
+makes_functions = pytest.mark.skipif(
+    not one_function.MAKES_FUNCTIONS, reason="XLA makes functions of the least loops only"
+)
+
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 INTS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -246,6 +250,17 @@ def test_derivatives(name: str) -> None:
                     np.testing.assert_allclose(a, b, 1e-12, 1e-14)
 
 
+@makes_functions
+def test_small_operations_are_written_so_under_any_setting() -> None:
+    step, start = TAKEN["small matrices"]
+    gradient = jax.grad(lambda x: lx.fori_loop(0, 3, step, x).sum())
+    with jax.disable_jit():
+        text = jax.jit(gradient).lower(start).as_text()
+    assert "lapack" not in text
+    with jax.enable_checks(True), jax.checking_leaks():
+        np.testing.assert_allclose(jax.jit(gradient)(start), gradient(start), 1e-10)
+
+
 @needs_telling
 def test_many_small_leaves_are_one_function_forward_and_back() -> None:
     """Nothing is called by itself in the loops of 60 scalars."""
@@ -289,7 +304,7 @@ def facts_of(step: Step, *shape: int) -> tuple[StepFacts, ResidualFacts]:
     return asking.told[-1]
 
 
-@pytest.mark.skipif(not one_function.MAKES_FUNCTIONS, reason="XLA makes functions of the least loops only")
+@makes_functions
 def test_kinds_are_told_of_functions() -> None:
     """Their steps and operations cost no calls."""
     small, rows = facts_of(lambda i, y: y - 0.1 * y * y, 3)
