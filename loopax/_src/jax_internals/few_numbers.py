@@ -44,6 +44,15 @@ def is_of_few(eqn: Any, lanes: int = 1) -> bool:
     return False
 
 
+def num_equations(eqn: Any) -> int:
+    """How many `is_of_few` is written as, about."""
+    return _LENGTHS.get(eqn.primitive.name, _LENGTH_OF_WRITES)
+
+
+_LENGTHS = {"dot_general": 5, "sort": 31, "triangular_solve": 31, "cholesky": 39, "lu": 74}
+_LENGTH_OF_WRITES = 11
+
+
 def in_simple_operations(eqn: Any) -> Callable[..., Any]:
     """The function that `is_of_few` is, of other operations."""
     if is_product(eqn):
@@ -90,8 +99,7 @@ def _written_in_turn(eqn: Any, array: Any, places: Any, values: Any) -> Any:
     params = {**eqn.params, "dimension_numbers": block, "unique_indices": True, "indices_are_sorted": True}
 
     def write(i: Any, array: Any) -> Any:
-        row = partial(lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False, allow_negative_indices=False)
-        return eqn.primitive.bind(array, row(places), row(values), **params)
+        return eqn.primitive.bind(array, _at(places, i, 0), _at(values, i, 0), **params)
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(size), write, array)
 
@@ -116,22 +124,24 @@ def _sorted(dimension: int, *operands: Any) -> list[Any]:
 def _eliminated(a: Any) -> list[Any]:
     """`lu`: both factors in one matrix, the rows that were exchanged, and the order of the rows."""
     numbers = _numbers(a.shape[-1])
-    order, pivots = jnp.broadcast_to(numbers, a.shape[:-1]), []
-    for k in range(a.shape[-1]):
-        column = a[..., k]
+
+    def step(k: Any, state: Any) -> Any:
+        a, pivots, order = state
+        column = _at(a, k, -1)
         size = abs(column.real) + abs(column.imag) if jnp.iscomplexobj(a) else abs(column)
         pivot = lax.argmax(jnp.where(numbers >= k, size, -jnp.ones_like(size)), size.ndim - 1, jnp.int32)[..., None]
-        exchanged = jnp.where(numbers == k, pivot, jnp.where(numbers == pivot, jnp.int32(k), numbers))
-        order = jnp.take_along_axis(order, exchanged, -1)
-        a = jnp.take_along_axis(a, exchanged[..., None], -2)
-        divisor = jnp.where(a[..., k, k] == 0, jnp.ones_like(a[..., k, k]), a[..., k, k])[..., None]
-        factors = jnp.where(numbers > k, a[..., k] / divisor, jnp.zeros_like(a[..., k]))
-        rest = jnp.where(numbers > k, a[..., k, :], jnp.zeros_like(a[..., k, :]))
-        a = a - factors[..., None] * rest[..., None, :]
-        is_below = (numbers[:, None] > k) & (numbers == k)
-        a = jnp.where(is_below, factors[..., None], a)
-        pivots.append(pivot[..., 0])
-    return [a, jnp.stack(pivots, -1), order]
+        exchanged = jnp.where(numbers == k, pivot, jnp.where(numbers == pivot, k, numbers))
+        order, a = jnp.take_along_axis(order, exchanged, -1), jnp.take_along_axis(a, exchanged[..., None], -2)
+        row, column = _at(a, k, -2), _at(a, k, -1)
+        divisor = _at(row, k, -1)[..., None]
+        divisor = jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)
+        factors = jnp.where(numbers > k, column / divisor, jnp.zeros_like(column))[..., None]
+        rest = jnp.where(numbers > k, row, jnp.zeros_like(row))[..., None, :]
+        a = jnp.where((numbers[:, None] > k) & (numbers == k), factors, a - factors * rest)
+        return a, jnp.where(numbers == k, pivot, pivots), order
+
+    start = jnp.broadcast_to(numbers, a.shape[:-1])
+    return list(lax.fori_loop(jnp.int32(0), jnp.int32(numbers.size), step, (a, start, start)))
 
 
 _FLAGS = "left_side", "lower", "transpose_a", "conjugate_a", "unit_diagonal"
@@ -145,31 +155,38 @@ def _solved(
     if transpose_a == left_side:  # the transpose of `x @ a = b` is solved from the left
         a, lower = jnp.swapaxes(a, -1, -2), not lower
     b = b if left_side else jnp.swapaxes(b, -1, -2)
-    found: dict[int, Any] = {}
-    rows = range(a.shape[-1])
-    for k in rows if lower else reversed(rows):
-        value = b[..., k, :]
-        for j, x in found.items():
-            value = value - a[..., k, j, None] * x
-        found[k] = value if unit_diagonal else value / a[..., k, k, None]
-    x = jnp.stack([found[k] for k in rows], -2)
+    numbers = _numbers(a.shape[-1])
+
+    def step(i: Any, x: Any) -> Any:
+        k = i if lower else numbers.size - 1 - i
+        row = _at(a, k, -2)
+        known = jnp.where(numbers < k if lower else numbers > k, row, jnp.zeros_like(row))
+        value = _at(b, k, -2) - (known[..., None] * x).sum(-2)
+        value = value if unit_diagonal else value / _at(row, k, -1)[..., None]
+        return jnp.where(numbers[:, None] == k, value[..., None, :], x)
+
+    x = lax.fori_loop(jnp.int32(0), jnp.int32(numbers.size), step, jnp.zeros_like(b))
     return x if left_side else jnp.swapaxes(x, -1, -2)
 
 
 def _root(a: Any) -> Any:
     """`cholesky`: NaN where the matrix is not positive definite."""
-    numbers, columns = _numbers(a.shape[-1]), list[Any]()
-    is_positive = jnp.ones(a.shape[:-2], bool)
-    for k in range(a.shape[-1]):
-        column = a[..., k]
-        for other in columns:
-            column = column - other * other[..., k, None].conj()
-        pivot = column[..., k].real
-        is_positive &= pivot > 0
-        column = column / jnp.sqrt(pivot)[..., None].astype(a.dtype)
-        columns.append(jnp.where(numbers >= k, column, jnp.zeros_like(column)))
-    root = jnp.stack(columns, -1)
-    return jnp.where(is_positive[..., None, None], root, jnp.full_like(root, jnp.nan))
+    numbers = _numbers(a.shape[-1])
+
+    def step(k: Any, state: Any) -> Any:
+        root, is_positive = state
+        column = _at(a, k, -1) - (root * _at(root, k, -2).conj()[..., None, :]).sum(-1)
+        pivot = _at(column, k, -1)[..., None].real
+        column = jnp.where(numbers >= k, column / jnp.sqrt(pivot).astype(a.dtype), jnp.zeros_like(column))
+        return jnp.where(numbers == k, column[..., None], root), is_positive & (pivot > 0)
+
+    start = jnp.zeros_like(a), jnp.ones((*a.shape[:-2], 1), bool)
+    root, is_positive = lax.fori_loop(jnp.int32(0), jnp.int32(numbers.size), step, start)
+    return jnp.where(is_positive[..., None], root, jnp.full_like(root, jnp.nan))
+
+
+def _at(x: Any, k: Any, axis: int) -> Any:
+    return lax.dynamic_index_in_dim(x, k, axis, keepdims=False, allow_negative_indices=False)
 
 
 def _numbers(size: int) -> Any:

@@ -23,7 +23,7 @@ from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from loopax._src.jax_internals import operations
-from loopax._src.jax_internals.few_numbers import in_simple_operations, is_of_few
+from loopax._src.jax_internals.few_numbers import in_simple_operations, is_of_few, num_equations
 from loopax._src.jax_internals.primitives import (
     branches,
     called,
@@ -46,7 +46,7 @@ _MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
 _MOST_COMPUTED = 2**14  # numbers of a result
 _MOST_IN_MATRIX = 2**18
 # Of a step: LLVM takes up to twice as long to compile so long a function as its parts. Newer versions do not look.
-_MOST_EQUATIONS = 1000 if NEEDS_TELLING else 10**6
+_MOST_EQUATIONS = 1500 if NEEDS_TELLING else 10**6
 
 _SIZES = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in _SIZES.items() for size in sizes}
@@ -172,7 +172,8 @@ def _length(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr
         inner = list(programs(eqn))
         if total > _MOST_EQUATIONS or not _is_simple(eqn, bool(inner), lanes):
             return inf
-        total += 1 + sum(_length(program, programs, lanes) for program in inner)
+        total += 1 if inner or _is_taken(eqn, lanes) else num_equations(eqn)
+        total += sum(_length(program, programs, lanes) for program in inner)
     return total
 
 
