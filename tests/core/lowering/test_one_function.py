@@ -156,7 +156,7 @@ FAST = [("float32", (3, 5)), ("float64", ()), ("complex64", (7,)), ("int32", (0,
 ALL = [(dtype, shape) for dtype in (*FLOATS, *COMPLEX, *INTS) for shape in SHAPES]
 
 
-@needs_telling
+@makes_functions
 @pytest.mark.parametrize(
     ("dtype", "shape"), [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in ALL], ids=str
 )
@@ -166,7 +166,7 @@ def test_operations(dtype: str, shape: tuple[int, ...]) -> None:
         if step is of_places and not start.size:
             continue
         told = jax.jit(lambda x, step=step: scanned(lx.scan, step, x))
-        assert MARK in told.lower(start).as_text(), step
+        assert MARK in told.lower(start).as_text() or not one_function.NEEDS_TELLING, step
         expected = jax.jit(lambda x, step=step: scanned(lax.scan, step, x))(start)
         for i, (x, y) in enumerate(zip(told(start), expected, strict=True)):
             exact = jnp.finfo(x.dtype).eps if jnp.issubdtype(x.dtype, jnp.inexact) else 0
