@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, JaxprTypeError, Literal, Primitive, jax
 from jax.interpreters import ad
 
 # The names without an underscore are what the rest of loopax may use: each file has its own.
-from loopax._src.jax_internals.few_numbers import MOST_PLACES
+from loopax._src.jax_internals.few_numbers import MOST_WRITES
 from loopax._src.jax_internals.jaxprs import *
 from loopax._src.jax_internals.lowered import calls_of_operations
 from loopax._src.jax_internals.not_yet_made import *

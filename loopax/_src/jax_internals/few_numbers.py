@@ -6,7 +6,7 @@ They compute the same, rounded otherwise: sums in order, and elimination with th
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,51 +19,46 @@ _MOST_PRODUCTS = 1024  # of numbers, in a product of matrices
 _MOST_IN_ROW = 16  # that is sorted
 _LARGEST_MATRIX = 8  # that is factorized, or solved with
 _MOST_FACTORIZED = 2048  # multiplications
-MOST_PLACES = 128  # that are written
+MOST_WRITES = 128  # at places of an array
 
 _sorts = one_of("sort")
-_factorizes = one_of("lu", "cholesky")
 _solves = one_of("triangular_solve")
+_eliminates = one_of("lu")
+_factorizes = one_of("lu", "cholesky")
 
 
-def is_of_few(eqn: Any, lanes: int = 1) -> bool:
-    """Whether an operation, for so many lanes, is small enough to be written so."""
+class Simpler(NamedTuple):
+    """A function that does the same as an operation, and the number of its equations, about."""
+
+    function: Callable[..., Any]
+    num_equations: int
+
+
+def in_simple_operations(eqn: Any, lanes: int = 1) -> Simpler | None:
+    """An operation of few numbers, for so many lanes, written so; None: it is larger, or another one."""
     if not eqn.invars:
-        return False
+        return None
     first, results = eqn.invars[0].aval, lanes * sum(x.aval.size for x in eqn.outvars)
     if is_product(eqn):
-        return results * products_per_result(eqn) <= _MOST_PRODUCTS and first.dtype != bool
+        is_small = results * products_per_result(eqn) <= _MOST_PRODUCTS and first.dtype != bool
+        return Simpler(partial(_multiplied_and_added, eqn), 5) if is_small else None
     if updates(eqn):
-        return lanes * num_places(eqn) <= MOST_PLACES
+        return Simpler(partial(_written_in_turn, eqn), 11) if lanes * num_places(eqn) <= MOST_WRITES else None
     if _sorts(eqn):
-        row, is_real = first.shape[eqn.params["dimension"]], not jnp.issubdtype(first.dtype, jnp.complexfloating)
-        return eqn.params["num_keys"] == 1 and is_real and row <= _MOST_IN_ROW and row * results <= _MOST_PRODUCTS
-    if _factorizes(eqn) or _solves(eqn):
-        rows, columns = first.shape[-2:]
-        return 0 < rows == columns <= _LARGEST_MATRIX and 0 < rows * results <= _MOST_FACTORIZED
-    return False
-
-
-def num_equations(eqn: Any) -> int:
-    """How many `is_of_few` is written as, about."""
-    return _LENGTHS.get(eqn.primitive.name, _LENGTH_OF_WRITES)
-
-
-_LENGTHS = {"dot_general": 5, "sort": 31, "triangular_solve": 31, "cholesky": 39, "lu": 74}
-_LENGTH_OF_WRITES = 11
-
-
-def in_simple_operations(eqn: Any) -> Callable[..., Any]:
-    """The function that `is_of_few` is, of other operations."""
-    if is_product(eqn):
-        return partial(_multiplied_and_added, eqn)
-    if updates(eqn):
-        return partial(_written_in_turn, eqn)
-    if _sorts(eqn):
-        return partial(_sorted, eqn.params["dimension"])
+        dimension, is_real = eqn.params["dimension"], not jnp.issubdtype(first.dtype, jnp.complexfloating)
+        row = first.shape[dimension]
+        is_small = row <= _MOST_IN_ROW and row * results <= _MOST_PRODUCTS
+        return (
+            Simpler(partial(_sorted, dimension), 31) if is_small and is_real and eqn.params["num_keys"] == 1 else None
+        )
+    if not (_solves(eqn) or _factorizes(eqn)):
+        return None
+    rows, columns = first.shape[-2:]
+    if not (0 < rows == columns <= _LARGEST_MATRIX and 0 < rows * results <= _MOST_FACTORIZED):
+        return None
     if _solves(eqn):
-        return partial(_solved, **{name: eqn.params[name] for name in _FLAGS})
-    return _eliminated if eqn.primitive.name == "lu" else _root
+        return Simpler(partial(_solved, **{name: eqn.params[name] for name in _FLAGS}), 31)
+    return Simpler(_eliminated, 74) if _eliminates(eqn) else Simpler(_root, 39)
 
 
 def _multiplied_and_added(eqn: Any, a: Any, b: Any) -> Any:

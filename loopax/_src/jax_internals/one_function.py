@@ -23,7 +23,7 @@ from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from loopax._src.jax_internals import operations
-from loopax._src.jax_internals.few_numbers import in_simple_operations, is_of_few, num_equations
+from loopax._src.jax_internals.few_numbers import in_simple_operations
 from loopax._src.jax_internals.primitives import (
     branches,
     called,
@@ -122,8 +122,8 @@ def _of_simple_operations(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _simple(eqn: Any) -> Any:
-    if not _is_taken(eqn, 1) and is_of_few(eqn):
-        return _calling(jax.jit(in_simple_operations(eqn)), eqn)
+    if not _is_taken(eqn, 1) and (simpler := in_simple_operations(eqn)) is not None:
+        return _calling(jax.jit(simpler.function), eqn)
     if eqn.primitive in _meanings:  # what it means makes sums in place, before they become simple
         program = _of_simple_operations(_meaning(eqn.primitive, [x.aval for x in eqn.invars], eqn.params))
         return _calling(jax.jit(jaxpr_as_fun(program)), eqn)
@@ -170,9 +170,9 @@ def _length(program: ClosedJaxpr, programs: Callable[[Any], Iterable[ClosedJaxpr
     total = 0.0
     for eqn in program.eqns:
         inner = list(programs(eqn))
-        if total > _MOST_EQUATIONS or not _is_simple(eqn, bool(inner), lanes):
+        total += _own_length(eqn, bool(inner), lanes)
+        if total > _MOST_EQUATIONS:
             return inf
-        total += 1 if inner or _is_taken(eqn, lanes) else num_equations(eqn)
         total += sum(_length(program, programs, lanes) for program in inner)
     return total
 
@@ -191,19 +191,25 @@ def _programs(eqn: Any) -> list[ClosedJaxpr]:
     return [] if program is None else [program]
 
 
-def _is_simple(eqn: Any, holds_programs: bool, lanes: int) -> bool:
-    """Whether XLA compiles an operation within a function, and is not slower there, programs in it apart."""
+def _own_length(eqn: Any, holds_programs: bool, lanes: int) -> float:
+    """As how many equations XLA compiles an operation within a function, programs in it apart; infinite: not there.
+
+    Or it would be slower there.
+    """
     arrays = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     if not all(str(x.dtype) in _DTYPES and not is_on_host(x) for x in arrays):
-        return False
+        return inf
     if holds_programs:
         is_program = eqn.primitive in _meanings or is_cond(eqn) or is_linear_solve(eqn)
-        return is_program or lax_loop(eqn) is not None or called(eqn) is not None
+        return 1 if is_program or lax_loop(eqn) is not None or called(eqn) is not None else inf
     written = [operations.update_of(eqn)] if operations.updates(eqn) else eqn.outvars
     computed = max((x.aval.size for x in written), default=0)
     if lanes * computed > _MOST_COMPUTED and not _keeps_array(eqn):
-        return False
-    return _is_taken(eqn, lanes) or is_of_few(eqn, lanes)
+        return inf
+    if _is_taken(eqn, lanes):
+        return 1
+    simpler = in_simple_operations(eqn, lanes)
+    return inf if simpler is None else simpler.num_equations
 
 
 def _is_taken(eqn: Any, lanes: int) -> bool:

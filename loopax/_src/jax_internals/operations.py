@@ -134,20 +134,6 @@ def written_where(is_written: Any, eqn: Any, operands: Sequence[Any]) -> Any:
     return primitive.bind(array, places, value, **params)
 
 
-def multiplied_and_added(eqn: Any, a: Any, b: Any) -> Any:
-    """The result of `is_product`, of numbers, without a library; numbers of 16 bits are added up in 32."""
-    (of_a, of_b), (lanes_of_a, lanes_of_b) = eqn.params["dimension_numbers"]
-    rows = [axis for axis in range(a.ndim) if axis not in (*of_a, *lanes_of_a)]
-    columns = [axis for axis in range(b.ndim) if axis not in (*of_b, *lanes_of_b)]
-    size = lambda x, axes: prod(x.shape[axis] for axis in axes)  # noqa: E731
-    lanes, summed = size(a, lanes_of_a), size(a, of_a)
-    a = a.transpose([*lanes_of_a, *rows, *of_a]).reshape(lanes, size(a, rows), summed, 1)
-    b = b.transpose([*lanes_of_b, *of_b, *columns]).reshape(lanes, 1, summed, size(b, columns))
-    aval = eqn.outvars[0].aval
-    dtype = jnp.float32 if jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4 else aval.dtype
-    return lax.reduce_sum(a.astype(dtype) * b.astype(dtype), (2,)).astype(aval.dtype).reshape(aval.shape)
-
-
 _of_one_block = one_of("dynamic_slice", "dynamic_update_slice")
 
 

@@ -185,7 +185,7 @@ def _derivative(loop: Loop, parts: Any, lanes: int) -> float:
     """The time of a step of the sweep: of the linear part, which has as many operations as its transpose."""
     linear, in_function = parts.linear.body, is_function(parts.known.body, lanes)
     adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)] if in_function or lanes > 1 else []
-    in_function = in_function and lanes * max(map(jaxi.num_places, adding), default=0) <= jaxi.MOST_PLACES
+    in_function = in_function and lanes * max(map(jaxi.num_places, adding), default=0) <= jaxi.MOST_WRITES
     time = evaluation(linear, lanes, in_function) + overhead(in_function)
     if lanes > 1:  # each adds up a cotangent of its own for what lanes share, unless it adds to few places
         shared = [prod(aval.shape) for aval in select(parts.unknown.consts, loop.input_avals.consts)]
