@@ -1,9 +1,8 @@
 """The gradient of a cable of Jaxley, by each kind and by Jaxley's own nested scans, where Jaxley is installed.
 
-`python -m benchmarks.jaxley_cable` prints the milliseconds, the least and the median of 15 calls in turn.
+`python -m benchmarks.jaxley_cable` prints the milliseconds of 15 calls in turn, as the benchmark takes them.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import jaxley as jx  # pyright: ignore[reportMissingImports] - of the environmen
 from jaxley.channels import HH  # pyright: ignore[reportMissingImports]
 
 import loopax as lx
+from benchmarks.measure import Case, measure
 
 STEP, STEPS, COMPARTMENTS = 0.025, 2500, 4  # milliseconds
 NESTED = [14, 14, 13]
@@ -46,18 +46,9 @@ def programs() -> dict[str, Callable[[Any], Any]]:
 def main() -> None:
     """Time them."""
     conductance = jnp.array([0.12])
-    calls = {name: jax.jit(jax.value_and_grad(f)).lower(conductance).compile() for name, f in programs().items()}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(CALLS):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call(conductance))
-            seconds[name].append(time.perf_counter() - start)
-    for name, times in seconds.items():
-        ordered, memory = sorted(times), calls[name].memory_analysis()
-        assert memory is not None
-        mebibytes = memory.temp_size_in_bytes / 2**20
-        print(f"{name:14}{1e3 * ordered[0]:8.1f}{1e3 * ordered[CALLS // 2]:8.1f} ms {mebibytes:8.3f} MiB")
+    cases = [Case(name, jax.value_and_grad(f), (conductance,)) for name, f in programs().items()]
+    for name, found in measure(cases, CALLS).items():
+        print(f"{name:14}{found.milliseconds:8.1f} ms {found.temporary_mib:8.3f} MiB")
 
 
 if __name__ == "__main__":
