@@ -118,13 +118,15 @@ def test_progress_shows_items_and_steps(sized, capsys):
 
 
 def test_report_of_a_stream():
-    stream = lx.lanes_stream(collatz, items(100), num_lanes=8)
+    # Fetched in between and a fixed number of steps at a time: with `prefetch`, the counts depend on threads and clocks.
+    stream = lx.lanes_stream(collatz, items(100), num_lanes=8, prefetch=0, chunk_steps=16)
     list(stream)
     report = stream.report()
     assert (report.items, report.lanes) == (100, 8)
     assert report.useful == sum(steps for steps, _ in ANSWERS[100].values())
-    assert 0.7 < report.share <= 1.0
-    assert report.share_fed >= report.share
+    assert 0.85 < report.share < 1.0  # the last items leave lanes empty
+    assert report.share_fed > 0.95
+    assert report.iterations_fed < report.iterations
     assert "100 items through 8 lanes" in str(report)
     with pytest.raises(TypeError, match=r"a stream, which has a report of its own: `stream.report\(\)`"):
         lx.lane_report(stream)
