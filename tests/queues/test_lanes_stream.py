@@ -118,7 +118,7 @@ def test_progress_shows_items_and_steps(sized, capsys):
 
 
 def test_report_of_a_stream():
-    # Fetched in between and a fixed number of steps at a time: with `prefetch`, the counts depend on threads and clocks.
+    # Items are fetched in between, and steps taken so many at a time: else threads and clocks have a say.
     stream = lx.lanes_stream(collatz, items(100), num_lanes=8, prefetch=0, chunk_steps=16)
     list(stream)
     report = stream.report()

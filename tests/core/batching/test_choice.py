@@ -197,3 +197,37 @@ def test_a_linear_solve(rows, is_alone):
     solve = lambda h: jnp.linalg.solve(jnp.outer(h, h) + unit, jnp.linalg.solve(unit, h))
     body = jax.make_jaxpr(lambda row, h: solve(h))(0, jax.ShapeDtypeStruct((rows,), jnp.float32))
     assert (chosen(AutoLanes(), body, 0, 64) == Sequential()) == is_alone
+
+
+def halved(h, n, lanes):
+    """A loop of as many steps as are said at the start."""
+    return lx.fori_loop(0, n, lambda _, h: h - 0.5 * h * h, h, lanes=lanes, max_steps=9)
+
+
+def grown(h, n, lanes):
+    """A loop that stops by its carry."""
+    step = lambda h: (h[0] + 0.1 * h[0] * h[0], h[1] + 1)
+    return lx.while_loop(lambda h: h[1] < n, step, (h, jnp.int32(0)), lanes=lanes, max_steps=9)[0]
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "gradient": lambda f: jax.grad(lambda *xs: f(*xs).sum()),
+    "Hessian times ones": lambda f: jax.grad(lambda *xs: jax.grad(lambda *xs: f(*xs).sum())(*xs).sum()),
+    "tangents": lambda f: lambda h, n: jax.jvp(lambda h: f(h, n), (h,), (jnp.ones_like(h),)),
+    "gradient in checkpoint": lambda f: jax.grad(jax.checkpoint(lambda *xs: f(*xs).sum())),
+    "two batches": lambda f: lambda h, n: jax.vmap(f, (0, None))(jnp.stack([h, 2 * h]), n),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("loop", [halved, grown])
+def test_cheap_steps_go_together_and_their_gradients_in_groups(loop, transform):
+    """The value of a batch in lockstep, a gradient of those that walk alike: the numbers of steps are known there."""
+    steps, starts = jnp.arange(128, dtype=jnp.int32) % 10, jnp.linspace(0.1, 1, 128, dtype=jnp.float32)
+    run = lambda lanes: TRANSFORMS[transform](jax.vmap(lambda h, n: loop(h, n, lanes)))
+    assert_close(jax.jit(run("auto"))(starts, steps), jax.jit(run("lockstep"))(starts, steps), 1e-5)
+    of_32_lanes = "f32[32]" in str(jax.make_jaxpr(run("auto"))(starts, steps))
+    assert of_32_lanes == ("gradient" in transform or "Hessian" in transform)
+    alike = jax.make_jaxpr(run(AutoLanes([9] * 128)))(starts, steps)
+    assert "f32[32]" not in str(alike)

@@ -25,6 +25,8 @@ from loopax._src.core.batching.compact_primitive import (
 )
 from loopax._src.core.batching.compact_stages import LOOPS, nothing_saved
 from loopax._src.core.ir.annotations import without_effects
+from loopax._src.core.ir.lane_choice import OneStage
+from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, Outcome, part_of_inverse
 from loopax._src.core.jaxpr.dependence import dependence, to_bits
 from loopax._src.core.jaxpr.evaluate import jvp_expanded
@@ -46,7 +48,7 @@ from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
 
 
 def _runs_in_stages(inner: CompactVmap) -> bool:
-    return inner.rules is LOOPS and inner.static.predicated
+    return inner.rules is LOOPS and (inner.static.predicated or isinstance(inner.static.lanes, OneStage))
 
 
 def compact_vmap_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
@@ -142,6 +144,7 @@ def _again_in_groups(
         stop=None,
         saving=None,
         saved=(),
+        lanes=Compact() if isinstance(loop.lanes, OneStage) else loop.lanes,
         reporting=None,
     )
     # The end of the rows that a lane has walked, in the direction of the walk, is its own.

@@ -17,6 +17,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import in_groups
 from loopax._src.core.batching.lockstep import hull, lockstep_sweep
 from loopax._src.core.ir.annotations import strip_progress
+from loopax._src.core.ir.lane_choice import OneStage
 from loopax._src.core.ir.lanes import Compact
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, checkpoint_and_sweep
 from loopax._src.core.jaxpr.types import (
@@ -141,7 +142,8 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
 def program_with_derivatives(inner: CompactVmap) -> ClosedJaxpr:
     """The program of a batch that has a reverse mode itself. A stage that is refilled has none: it has no bound."""
     static = inner.static
-    if not getattr(static, "predicated", False) or static.lanes.shrink is not None:
+    is_bounded = static.lanes.shrink is not None or isinstance(static.lanes, OneStage)
+    if is_bounded or not getattr(static, "predicated", False):
         return inner.program
     static = static._replace(lanes=replace(static.lanes, shrink=SHRINK_OF_PROGRAMS))
     return _program(static, inner.rules, inner.axis, inner.mapped, tuple(inner.program.in_avals))

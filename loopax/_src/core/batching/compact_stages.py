@@ -20,6 +20,7 @@ from loopax._src.core.batching.compact_primitive import BatchRules
 from loopax._src.core.batching.groups import active_first, in_groups, put_back, run_function, take
 from loopax._src.core.batching.lockstep import LaneOperands, goes_on, hull, lane_function, result_axes, run_lanes
 from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.lane_choice import OneStage
 from loopax._src.core.ir.lanes import (
     CPU_LANES,
     REFILL_AT,
@@ -117,6 +118,8 @@ def _in_batches(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Se
 def is_one_batch(loop: Loop, lanes: int, mapped: Mask) -> bool:
     """Whether so many lanes are too few for stages or groups, and run in lockstep."""
     assert isinstance(loop.lanes, Compact)
+    if isinstance(loop.lanes, OneStage):
+        return True
     if takes_one_step(loop):
         return False
     if not loop.predicated:
@@ -127,8 +130,12 @@ def is_one_batch(loop: Loop, lanes: int, mapped: Mask) -> bool:
 def _run(loop: Loop, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """The program of a batch; operands are `low, high, *consts, *carry, *xs`."""
     assert isinstance(loop.lanes, Compact)
-    is_one_step = takes_one_step(loop) and axis.size
-    run_apart = _in_batches if is_one_step else _in_stages if loop.predicated else _in_groups
+    if isinstance(loop.lanes, OneStage):
+        run_apart = _in_one_stage
+    elif takes_one_step(loop) and axis.size:
+        run_apart = _in_batches
+    else:
+        run_apart = _in_stages if loop.predicated else _in_groups
     return [*run_apart(loop, loop.lanes, axis, mapped, operands), *nothing_saved(loop, axis)]
 
 
@@ -146,6 +153,15 @@ def nothing_saved(loop: Loop, axis: Axis) -> list[Any]:
     avals = [stacked(aval, axis.size) for aval in select(loop.saved_mask, loop.output_avals.carry)]
     checkpoint_rows = jnp.full((axis.size, loop.saving.num_checkpoint_rows()), EMPTY_SLOT, jnp.int32)
     return [*(zeros(stacked(aval, loop.saved_rows)) for aval in avals), checkpoint_rows]
+
+
+def _in_one_stage(loop: Loop, _: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
+    """Lanes that wait for each other."""
+    low, high, lanes = _lanes(loop, mapped, operands)
+    out, num_steps = run_lanes(loop._replace(saving=None, saved=()), axis, *hull(low, high), lanes)
+    if num_steps is None:
+        num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
+    return [num_steps, *out.carry, *out.ys]
 
 
 def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:

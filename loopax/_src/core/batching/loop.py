@@ -142,7 +142,8 @@ def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutp
 
 def _with_chosen_lanes(loop: Loop, size: Any) -> Loop:
     """The loop with the way in which a batch of so many lanes runs, and why for `explain`."""
-    lanes, debug_info = chosen(loop.lanes, loop.body, loop.num_consts, size), loop.debug_info
+    walks_again = loop.bound != 1 and not loop.saving
+    lanes, debug_info = chosen(loop.lanes, loop.body, loop.num_consts, size, walks_again), loop.debug_info
     if debug_info and (mixing := kept_together(loop.lanes, loop.body)):
         debug_info = replace(debug_info, mixed_by=mixing)
     elif debug_info and isinstance(loop.lanes, AutoLanes | Lockstep) and isinstance(size, int) and size > 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, stages
+from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, group_sizes, stages
 from loopax._src.core.jaxpr.cost import StepCost, step_cost
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.jax_internals import ClosedJaxpr
@@ -41,6 +41,15 @@ class Together(Lockstep):
     mixed_by: str  # as `kept_together` says
 
 
+@dataclass(frozen=True, repr=False)
+class OneStage(Compact):
+    """All lanes together; where a gradient is taken, they walk again in groups."""
+
+    def __repr__(self) -> str:
+        """Return both."""
+        return f"{Lockstep()!r}, and {Compact()!r} in a gradient"
+
+
 def of_parts(how: Lanes, body: ClosedJaxpr, num_consts: int) -> Lanes:
     """The lanes of the parts of a loop with this body."""
     if mixing := kept_together(how, body):
@@ -58,8 +67,11 @@ def of_uniform(how: Lanes, lanes: Any) -> Lanes:
     return Priced(how.counts, StepCost(lanes * of_lane, of_batch, lanes * alone, lanes * widest))
 
 
-def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
-    """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together."""
+def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any, walks_again: bool = False) -> Lanes:
+    """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together.
+
+    `walks_again`: whether a gradient of it may walk forward again.
+    """
     if kept_together(how, body):
         return Lockstep()
     if not isinstance(how, AutoLanes):
@@ -67,7 +79,18 @@ def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any) -> Lanes:
     if not isinstance(lanes, int) or lanes < 2:
         return Lockstep()
     expected = estimates(how, body, num_consts, lanes)
-    return min(expected, key=lambda lanes: expected[lanes])
+    fastest = min(expected, key=lambda lanes: expected[lanes])
+    return OneStage() if walks_again and fastest == Lockstep() and _groups_pay(how, lanes) else fastest
+
+
+def _groups_pay(how: AutoLanes, lanes: int) -> bool:
+    """Whether groups of a batch are expected to take less than half of the steps of lanes that wait for each other."""
+    walked = start = 0
+    for number, size in group_sizes(Compact(), lanes):
+        for _ in range(number):
+            walked += size * _time_until(min(start, lanes - 1), lanes, how.counts)
+            start += size
+    return walked < lanes * _time_until(0, lanes, how.counts) / 2
 
 
 def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int) -> dict[Lanes, float]:

@@ -193,7 +193,7 @@ class AutoLanes(Lanes):
     Notes
     -----
     The choice is made when the program is traced, where the numbers of steps are not known. `explain` shows the
-    estimates.
+    estimates. Where steps that cost little run in lockstep, a gradient of many lanes runs in groups, as `Compact()`.
 
     """
 
