@@ -204,6 +204,19 @@ def halved(h, n, lanes):
     return lx.fori_loop(0, n, lambda _, h: h - 0.5 * h * h, h, lanes=lanes, max_steps=9)
 
 
+def started(h, n, lanes):
+    """A loop whose steps end alike, and start at rows of their own."""
+    return lx.fori_loop(9 - n, 9, lambda i, h: h - 0.1 * h * h, h, lanes=lanes, max_steps=9)
+
+
+def backward(h, n, lanes):
+    """A scan in reverse that stops by its carry."""
+    step = lambda h, x: ((h[0] - 0.1 * x * h[0] * h[0], h[1] + 1), h[0])
+    stop = lambda h, y: h[1] >= n
+    (h, _), ys = lx.scan(step, (h, jnp.int32(0)), jnp.ones(9, h.dtype), reverse=True, lanes=lanes, stop=stop)
+    return h + ys.sum()
+
+
 def grown(h, n, lanes):
     """A loop that stops by its carry."""
     step = lambda h: (h[0] + 0.1 * h[0] * h[0], h[1] + 1)
@@ -221,7 +234,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("loop", [halved, grown])
+@pytest.mark.parametrize("loop", [halved, started, grown, backward])
 def test_cheap_steps_go_together_and_their_gradients_in_groups(loop, transform):
     """The value of a batch in lockstep, a gradient of those that walk alike: the numbers of steps are known there."""
     steps, starts = jnp.arange(128, dtype=jnp.int32) % 10, jnp.linspace(0.1, 1, 128, dtype=jnp.float32)

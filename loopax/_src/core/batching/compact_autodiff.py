@@ -147,8 +147,9 @@ def _again_in_groups(
         lanes=Compact() if isinstance(loop.lanes, OneStage) else loop.lanes,
         reporting=None,
     )
-    # The end of the rows that a lane has walked, in the direction of the walk, is its own.
-    limits_mapped = (True, inner.mapped[1]) if loop.reverse else (inner.mapped[0], True)
+    limits_mapped = inner.mapped[:2]
+    if loop.predicated:  # the end of the rows that a lane has walked, in the direction of the walk, is its own
+        limits_mapped = (True, limits_mapped[1]) if loop.reverse else (limits_mapped[0], True)
     values = [*limits_walked(loop, low, high, num_steps), *leaves]
     used, avals = [True, True, *flatten(uses)], list(map(type_of_linear, values))
     mapped = tuple(select(used, (*limits_mapped, *inner.mapped[2:])))
