@@ -350,7 +350,7 @@ def test_operation_by_operation(loop: str, kind: str) -> None:
 
 
 def next_row(w: Any, oldest: Any, middle: Any, newest: Any, x: Any) -> Any:
-    return jnp.sin(w @ oldest) + 0.5 * newest * middle + x
+    return jnp.sin(w @ oldest) + 0.5 * jnp.sin(newest * middle) + x
 
 
 def with_history(options: Any, w: Any, h: Any, xs: Any, n: Any) -> Any:
