@@ -33,6 +33,7 @@ from loopax._src.core.ir.loop import (
 from loopax._src.core.ir.plan import Blocks, Plan
 from loopax._src.core.jaxpr.cost import classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
+from loopax._src.core.jaxpr.narrow import with_narrow_residuals
 from loopax._src.core.jaxpr.types import retyped
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -255,6 +256,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         if outputs.carry == unknown.carry:
             break
     num_outputs = flatten(outputs).count(False)
+    known, later = with_narrow_residuals(known, without_effects(later), num_outputs)
     sizes = [mask.count(False) for mask in unknown]
     residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)), loop.bound == 1)
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
@@ -265,7 +267,6 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
 
     # Before: (*residuals, *consts, *carry, *x) -> (*carry, *y).
     # After: (row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y).
-    later = without_effects(later)
     avals = dict(zip((r.position for r in residuals), later.in_avals, strict=False))
     # Residuals stand in front of what else `later` takes. The first of those that are the same row of xs counts.
     sources = {r.forwarded: avals[r.position] for r in reversed(residuals) if r.forwarded is not None}

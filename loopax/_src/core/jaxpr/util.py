@@ -208,16 +208,16 @@ def rewriting(equation: Callable[[Any], Any]) -> Callable[[ClosedJaxpr], ClosedJ
 
 
 @weakly_cached
-def _makers(closed: ClosedJaxpr) -> dict[Any, tuple[Any, int]]:
+def makers(closed: ClosedJaxpr) -> dict[Any, tuple[Any, int]]:
     """The equation of which each variable is a result, and which one."""
     return {variable: (eqn, i) for eqn in closed.eqns for i, variable in enumerate(eqn.outvars)}
 
 
 def forwarded_from(closed: ClosedJaxpr, variable: Any) -> Any:
     """The variable of which this one is a copy, looking through calls without derivatives of their own."""
-    if isinstance(variable, Literal) or variable not in _makers(closed):
+    if isinstance(variable, Literal) or variable not in makers(closed):
         return variable
-    eqn, position = _makers(closed)[variable]
+    eqn, position = makers(closed)[variable]
     inner = jaxi.inlinable(eqn)
     if inner is not None:
         source = forwarded_from(inner, inner.outvars[position])

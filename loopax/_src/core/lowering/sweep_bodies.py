@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
+from loopax._src.core.jaxpr.narrow import with_narrow_residuals
 from loopax._src.core.jaxpr.util import flatten, num_bytes, split_list, trace, weakly_cached
 from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
 from loopax._src.core.masking import active_p, common_rows
@@ -95,11 +96,11 @@ def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
     # Effects happen on the way back, in the order of its steps, and not in replays: such a step stays whole.
     if happens(sweep.step.effects) or (halves := _halves(sweep)) is None:
         return None
-    known, later = halves
+    num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
+    known, later = with_narrow_residuals(*halves, num_state)
 
     # Where each residual comes from on the way back: consts and xs (hoisted, forwarded), the record of the step, or it
     # is computed from these again. Positions are those among the outputs of `known`.
-    num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
     residuals = classified(known, sizes, range(num_state, len(known.out_avals)))
     constant = [r.position for r in residuals if r.hoisted]
     is_row = lambda r: known.outvars[r.position] is known.invars[0]  # noqa: E731

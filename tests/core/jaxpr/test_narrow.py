@@ -1,0 +1,72 @@
+"""Residuals before they are repeated."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import loopax as lx
+from loopax._src.core.jaxpr.narrow import with_narrow_residuals
+from loopax._src.jax_internals import jaxpr_as_fun, partial_eval_jaxpr
+from tests.support.reference import assert_close
+
+X = jnp.arange(1.0, 13.0, dtype=jnp.float32).reshape(3, 4)
+FLAGS = jnp.array([True, False, True])
+
+
+def masked(x, flags):
+    return jnp.where(flags[:, None], jnp.sin(x), x)
+
+
+def masked_twice(x, flags):
+    return jnp.where(flags[:, None], masked(x, flags) ** 2, x)
+
+
+def as_numbers(x, flags):
+    return x * flags[:, None].astype(x.dtype)
+
+
+def repeated(x, flags):
+    largest = jax.lax.stop_gradient(x.max(-1))
+    return jnp.tile(largest[:, None], (1, 4)) * x + jnp.repeat(largest[:, None], 4, axis=1) * x
+
+
+def computed_in_a_call(x, flags):
+    return x * jax.jit(lambda flags: jnp.broadcast_to((~flags)[:, None], (3, 4)).astype(x.dtype))(flags)
+
+
+# The shapes of the residuals of each.
+STORED = {
+    masked: ["bool[3]", "float32[3,4]"],
+    masked_twice: ["bool[3]", "float32[3,4]", "float32[3,4]"],
+    as_numbers: ["bool[3]"],
+    repeated: ["float32[3,4]", "float32[3]"],  # `repeat` gathers
+    computed_in_a_call: ["float32[3,4]"],  # what it is made of is no result of the call
+}
+
+
+@pytest.mark.parametrize("function", STORED)
+def test_small_arrays_are_stored(function):
+    pair = lambda flags, x, dot: jax.jvp(lambda x: function(x, flags), (x,), (dot,))
+    closed = jax.make_jaxpr(pair)(FLAGS, X, X)
+    known, later, _ = partial_eval_jaxpr(closed, [False, False, True], [False, True])
+    narrow, repeating = with_narrow_residuals(known, later, 1)
+    assert sorted(aval.str_short() for aval in narrow.out_avals[1:]) == STORED[function]
+    value, *residuals = jaxpr_as_fun(narrow)(FLAGS, X)
+    found = value, *jaxpr_as_fun(repeating)(*residuals, 2 * X)
+    assert_close(tuple(found), pair(FLAGS, X, 2 * X), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["residuals", "auto"])
+def test_a_mask_of_lanes_is_stored_as_one_bool_for_each(kind):
+    """It is one for each number in JAX's own: a lane that is done keeps its carry."""
+
+    def loss(x, n, w):
+        return lx.fori_loop(0, n, lambda _, x: jnp.sin(w * x), x, max_steps=5, kind=kind).sum()
+
+    starts, steps = jnp.linspace(0.1, 2, 300, dtype=jnp.float32).reshape(3, 100), jnp.array([5, 0, 3])
+    gradient = jax.grad(lambda w: jax.vmap(loss, (0, 0, None))(starts, steps, w).sum())
+    jaxpr = str(jax.make_jaxpr(gradient)(jnp.float32(0.7)))
+    assert "bool[5,3,100]" not in jaxpr
+    assert "bool[5,3]" in jaxpr
+    alone = sum(jax.grad(loss, 2)(x, int(n), jnp.float32(0.7)) for x, n in zip(starts, steps, strict=True))
+    assert_close(gradient(jnp.float32(0.7)), alone, 1e-5)
