@@ -16,8 +16,10 @@ from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Seque
 from loopax._src.core.jaxpr.cost import StepCost, step_cost
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.jax_internals import ClosedJaxpr
+from loopax._src.settings import costs
 
 LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
+_FORWARD_AND_BACK = 3  # times of a step forward
 
 
 # The parts of a loop: the known one, the linear one, and its sweep. They run alike, since a sweep starts from what the
@@ -67,10 +69,13 @@ def of_uniform(how: Lanes, lanes: Any) -> Lanes:
     return Priced(how.counts, StepCost(lanes * of_lane, of_batch, lanes * alone, lanes * widest))
 
 
-def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any, walks_again: bool = False) -> Lanes:
+def chosen(
+    how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any, walks_again: bool = False, adds: int = 0
+) -> Lanes:
     """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together.
 
-    `walks_again`: whether a gradient of it may walk forward again.
+    `walks_again`: whether a gradient of it may walk forward again. `adds`: the bytes of what each step of a lane adds
+    cotangents to.
     """
     if kept_together(how, body):
         return Lockstep()
@@ -78,7 +83,7 @@ def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any, walks_aga
         return how
     if not isinstance(lanes, int) or lanes < 2:
         return Lockstep()
-    expected = estimates(how, body, num_consts, lanes)
+    expected = estimates(how, body, num_consts, lanes, adds)
     fastest = min(expected, key=lambda lanes: expected[lanes])
     return OneStage() if walks_again and fastest == Lockstep() and _groups_pay(how, lanes) else fastest
 
@@ -93,25 +98,33 @@ def _groups_pay(how: AutoLanes, lanes: int) -> bool:
     return walked < lanes * _time_until(0, lanes, how.counts) / 2
 
 
-def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int) -> dict[Lanes, float]:
+def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int, adds: int = 0) -> dict[Lanes, float]:
     """The nanoseconds of a lane for each of its own steps, in each way that comes into question.
 
-    Stages of a step that costs little take longer than it. They count as what a lane alone has to beat.
+    Stages of a step that costs little take longer than it. They count as what a lane alone has to beat. A step back
+    takes about twice as long as one forward, and adds to so many bytes, which all lanes of a batch have.
     """
     cost = how.cost if isinstance(how, Priced) else step_cost(body, num_consts)
     sizes = [stage.places for stage in stages(Compact(), lanes, cost.shrink)]
     until = [_time_until(left, lanes, how.counts) for left in [*sizes[1:], 0]]
     durations = [end - start for start, end in zip([0.0, *until], until, strict=False)]
     lane_steps = sum(size * duration for size, duration in zip(sizes, durations, strict=True))
-    in_stages = (lane_steps * cost.of_lane + until[-1] * cost.of_batch) / lanes
-    found: dict[Lanes, float] = {Lockstep(): until[-1] * (cost.of_lane + cost.of_batch / lanes)}
+    together, in_group = cost.of_lane + _adding(adds, lanes), max(size for _, size in group_sizes(Compact(), lanes))
+    in_stages = (lane_steps * (cost.of_lane + _adding(adds, in_group)) + until[-1] * cost.of_batch) / lanes
+    found: dict[Lanes, float] = {Lockstep(): until[-1] * (together + cost.of_batch / lanes)}
     if len(sizes) > 1 and not cost.is_cheap:
         found[Compact()] = in_stages
     alone_is_fast = jax.default_backend() == "cpu"  # one lane keeps a core busy
     is_spread = not cost.of_batch and lanes > cost.most_on_one_core
-    if alone_is_fast and not is_spread and cost.alone < in_stages:
-        found[Sequential()] = cost.alone
+    alone = cost.alone + _adding(adds, 1)
+    if alone_is_fast and not is_spread and alone < in_stages:
+        found[Sequential()] = alone
     return found
+
+
+def _adding(num_bytes: int, lanes: int) -> float:
+    """Adding to so many bytes of each of these lanes, beside a step forward."""
+    return costs().storing(num_bytes, lanes * num_bytes) / _FORWARD_AND_BACK
 
 
 def _time_until(left: int, lanes: int, counts: Sequence[float] | None) -> float:
