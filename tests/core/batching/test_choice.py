@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopax as lx
-from loopax._src.core.ir.lane_choice import chosen, estimates
+from loopax._src.core.ir.lane_choice import chosen, estimates, of_parts, of_transposed
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential, stages
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.jax_internals import one_function
@@ -244,3 +244,26 @@ def test_cheap_steps_go_together_and_their_gradients_in_groups(loop, transform):
     assert of_32_lanes == ("gradient" in transform or "Hessian" in transform)
     alike = jax.make_jaxpr(run(AutoLanes([9] * 128)))(starts, steps)
     assert "f32[32]" not in str(alike)
+
+
+def test_lanes_that_add_to_cotangents_of_their_own():
+    """In a batch of gradients each lane has a cotangent of the weights that all share; one lane alone keeps it near."""
+    weights = W.size * W.itemsize
+    assert chosen(AutoLanes(), body_of("layer"), 0, 1024) == Compact()
+    priced = of_parts(AutoLanes(), body_of("layer"), 0)
+    assert chosen(of_transposed(priced, weights), body_of("layer"), 0, 1024) == Sequential()
+    assert chosen(of_transposed(priced, 64), body_of("layer"), 0, 1024) == Compact()
+
+
+def test_gradients_that_go_back_otherwise_than_forward():
+    """Lanes walk forward in stages, and back alone: results are those of lockstep."""
+    steps, starts = jnp.arange(40, dtype=jnp.int32) % 7, jnp.ones((40, 64), jnp.float32)
+
+    def loss(w, h, n, lanes):
+        return lx.fori_loop(0, n, lambda _, h: jnp.tanh(w @ h), h, lanes=lanes, max_steps=7).sum()
+
+    def gradients(lanes):
+        of_lane = jax.grad(lambda w, h, n: loss(w, h, n, lanes), (0, 1))
+        return jax.jit(jax.vmap(of_lane, (None, 0, 0)))(jnp.asarray(W), starts, steps)
+
+    assert_close(gradients("auto"), gradients("lockstep"), 1e-5)

@@ -463,6 +463,7 @@ def loop_linearize(
     """
     loop = Loop(**params)
     refuse_effects(loop.body)
+    loop = loop._replace(lanes=of_parts(loop.lanes, loop.body, loop.num_consts))  # the pair is evaluated in parts
     inputs, is_nonzero = loop.inputs(operands), map_leaves(bool, loop.inputs(nonzero[2:]))
     pair, perturbed, outputs = jvp_loop(loop, is_nonzero)
     unknown = append_each(map_leaves(lambda _: False, inputs), select_each(perturbed, is_nonzero))

@@ -19,6 +19,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.buffer_versions import chained, read_only
 from loopax._src.core.finite import any_broken, can_break, is_large
 from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.lane_choice import of_transposed
 from loopax._src.core.ir.linear_loop import (
     LinearLoop,
     LinearOperands,
@@ -39,6 +40,7 @@ from loopax._src.core.jaxpr.util import (
     invert,
     map_leaves,
     merge_each,
+    num_bytes,
     reject_each,
     select,
     select_each,
@@ -264,6 +266,7 @@ def transpose_linear_loop(
         # What is not finite at the start is nobody's fault here.
         nothing = any_of_broken([*start, *select(nonzero_ys, cts.ys)])
         start.append(jaxi.vary_like(jnp.where(nothing, _NOT_LOOKED_AT, NO_STOP[0]).astype(jnp.int32), found))
+    linear = linear._replace(lanes=of_transposed(linear.lanes, num_bytes(avals.consts)))
     known, low, high = given.known, given.low, given.high
     xs = [*known.xs, *select(nonzero_ys, cts.ys)]
     if known.carry:

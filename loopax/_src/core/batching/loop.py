@@ -46,7 +46,6 @@ from loopax._src.core.jaxpr.util import (
     either,
     flatten,
     map_leaves,
-    num_bytes,
     select,
     weakly_cached,
 )
@@ -88,8 +87,7 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         batched = batched._replace(state=(True,) * sweep.num_state, carry=(True,) * sweep.num_carry)
         ys = (True,) * len(ys)
     if differ:
-        adds = num_bytes(sweep.backward_avals.carry)
-        sweep = sweep._replace(lanes=chosen(sweep.lanes, sweep.forward, sweep.num_consts, axis.size, adds=adds))
+        sweep = sweep._replace(lanes=chosen(sweep.lanes, sweep.forward, sweep.num_consts, axis.size))
     if isinstance(sweep.lanes, Sequential) and axis.size:
         # A value whose cotangents are mapped has effects that are the same for all lanes (as in `batch_loop`).
         acting = partial(needs, sweep, (False,) * sweep.num_carry, (False,) * len(sweep.y_avals))

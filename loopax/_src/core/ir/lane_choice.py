@@ -34,6 +34,7 @@ class Priced(AutoLanes):
     """`AutoLanes` of the parts of a loop."""
 
     cost: StepCost = _UNKNOWN  # of the body of the loop
+    adds: int = 0  # the bytes of what each step of a lane adds cotangents to
 
 
 @dataclass(frozen=True)
@@ -61,21 +62,23 @@ def of_parts(how: Lanes, body: ClosedJaxpr, num_consts: int) -> Lanes:
     return how
 
 
+def of_transposed(how: Lanes, num_bytes: int) -> Lanes:
+    """The lanes of a loop whose steps add cotangents to so many bytes."""
+    return Priced(how.counts, how.cost, num_bytes) if isinstance(how, Priced) else how
+
+
 def of_uniform(how: Lanes, lanes: Any) -> Lanes:
     """The lanes of a loop that does at once what so many loops did, all of which take the same steps."""
     if not isinstance(how, Priced) or not isinstance(lanes, int):
         return how
     of_lane, of_batch, alone, widest = how.cost
-    return Priced(how.counts, StepCost(lanes * of_lane, of_batch, lanes * alone, lanes * widest))
+    return Priced(how.counts, StepCost(lanes * of_lane, of_batch, lanes * alone, lanes * widest), how.adds)
 
 
-def chosen(
-    how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any, walks_again: bool = False, adds: int = 0
-) -> Lanes:
+def chosen(how: Lanes, body: ClosedJaxpr, num_consts: int, lanes: Any, walks_again: bool = False) -> Lanes:
     """How a batch of so many lanes runs; what is no choice is as it is, unless its lanes must stay together.
 
-    `walks_again`: whether a gradient of it may walk forward again. `adds`: the bytes of what each step of a lane adds
-    cotangents to.
+    `walks_again`: whether a gradient of it may walk forward again.
     """
     if kept_together(how, body):
         return Lockstep()
@@ -83,7 +86,7 @@ def chosen(
         return how
     if not isinstance(lanes, int) or lanes < 2:
         return Lockstep()
-    expected = estimates(how, body, num_consts, lanes, adds)
+    expected = estimates(how, body, num_consts, lanes)
     fastest = min(expected, key=lambda lanes: expected[lanes])
     return OneStage() if walks_again and fastest == Lockstep() and _groups_pay(how, lanes) else fastest
 
@@ -98,13 +101,12 @@ def _groups_pay(how: AutoLanes, lanes: int) -> bool:
     return walked < lanes * _time_until(0, lanes, how.counts) / 2
 
 
-def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int, adds: int = 0) -> dict[Lanes, float]:
+def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int) -> dict[Lanes, float]:
     """The nanoseconds of a lane for each of its own steps, in each way that comes into question.
 
-    Stages of a step that costs little take longer than it. They count as what a lane alone has to beat. A step back
-    takes about twice as long as one forward, and adds to so many bytes, which all lanes of a batch have.
+    Stages of a step that costs little take longer than it. They count as what a lane alone has to beat.
     """
-    cost = how.cost if isinstance(how, Priced) else step_cost(body, num_consts)
+    cost, adds = (how.cost, how.adds) if isinstance(how, Priced) else (step_cost(body, num_consts), 0)
     sizes = [stage.places for stage in stages(Compact(), lanes, cost.shrink)]
     until = [_time_until(left, lanes, how.counts) for left in [*sizes[1:], 0]]
     durations = [end - start for start, end in zip([0.0, *until], until, strict=False)]
@@ -123,7 +125,7 @@ def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int, ad
 
 
 def _adding(num_bytes: int, lanes: int) -> float:
-    """Adding to so many bytes of each of these lanes, beside a step forward."""
+    """Adding to so many bytes of each of these lanes, beside a step forward. It is a part of a step back and forth."""
     return costs().storing(num_bytes, lanes * num_bytes) / _FORWARD_AND_BACK
 
 
