@@ -18,7 +18,7 @@ from loopax._src.core.autodiff.measuring import Linearized, measured, obstacle
 from loopax._src.core.ir.kind import GIVE_BOUND, Decided, LoopFacts, Measuring, ResidualFacts, StepFacts
 from loopax._src.core.ir.lane_choice import chosen
 from loopax._src.core.ir.lanes import Lockstep, Sequential
-from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome
+from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome, loop_p
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.access_order import writes_rows
 from loopax._src.core.jaxpr.cost import evaluation, is_function, overhead
@@ -169,10 +169,14 @@ def _measure_plans(
 def _measure_step(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> StepFacts:
     """Evaluate the loop partially with carries stored."""
     parts = split(loop, EveryCarry(), unknown)
-    in_function, time = is_function(parts.known.body, lanes), _derivative(loop, parts, lanes)
-    return StepFacts(
-        num_bytes(parts.states), evaluation(parts.known.body, lanes, in_function), overhead(in_function), time
-    )
+    body, time = parts.known.body, _derivative(loop, parts, lanes)
+    in_function = is_function(body, lanes)
+    # A loop in the step runs again before its own derivative, which may evaluate its steps once more.
+    inner = [eqn for eqn in body.eqns if eqn.primitive is loop_p]
+    if inner and loop.bound is not None:
+        again = evaluation(jaxi.replace_jaxpr(body, eqns=inner), lanes, in_function)
+        time = max(time, _measure_residuals(loop, unknown, split, lanes).derivative + again)
+    return StepFacts(num_bytes(parts.states), evaluation(body, lanes, in_function), overhead(in_function), time)
 
 
 def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> ResidualFacts:

@@ -34,8 +34,9 @@ _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not
 _SYMBOLIC = 64  # elements
 _NARROW = 16  # elements of a row, for which there are no vector instructions
 
-# Of a loop that is one function of a CPU, in place of a call and a step; an element, in times of that elsewhere.
-CALL_IN_FUNCTION, STEP_IN_FUNCTION, ELEMENT_IN_FUNCTION = 9.0, 1.2, 0.4
+# Of a loop that is one function of a CPU, in place of a call and a step; an element, in times of that elsewhere; and any
+# operation, on however few numbers.
+CALL_IN_FUNCTION, STEP_IN_FUNCTION, ELEMENT_IN_FUNCTION, OPERATION_IN_FUNCTION = 9.0, 1.2, 0.4, 1.0
 
 
 def arithmetic(closed: ClosedJaxpr) -> float:
@@ -51,12 +52,13 @@ def evaluation(closed: ClosedJaxpr, lanes: int = 1, in_function: bool = False) -
 def _evaluation(eqns: Sequence[Any], lanes: int, in_function: bool) -> float:
     element = costs().elementwise * (ELEMENT_IN_FUNCTION if in_function else 1.0)
     call, step = (CALL_IN_FUNCTION, 0.0) if in_function else (costs().call, costs().step)
+    least = OPERATION_IN_FUNCTION if in_function else 0.0
 
     def of_operation(eqn: Any) -> float:
         work = lanes * _operation(eqn, lanes, element)
         if lanes == 1 and jaxi.is_product_with_vector(eqn):
             work *= VECTOR_PRODUCT
-        return work + call * _runs_by_itself(eqn)
+        return work + call * _runs_by_itself(eqn) + (0.0 if jaxi.is_free(eqn) else least)
 
     return _total(eqns, of_operation, step)
 
