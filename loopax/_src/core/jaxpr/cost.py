@@ -34,7 +34,7 @@ _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not
 _SYMBOLIC = 64  # elements
 _NARROW = 16  # elements of a row, for which there are no vector instructions
 
-# Of a loop that is one function of a CPU, in place of a call and a step; an element, in times of that elsewhere; and any
+# Of a loop that is one function of a CPU, in place of a call and a step; an element, in times of that elsewhere; and an
 # operation, on however few numbers.
 CALL_IN_FUNCTION, STEP_IN_FUNCTION, ELEMENT_IN_FUNCTION, OPERATION_IN_FUNCTION = 9.0, 1.2, 0.4, 1.0
 
