@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import loopax as lx
-from loopax._src.core.jaxpr.narrow import with_narrow_residuals
+from loopax._src.core.jaxpr.narrow import narrow
 from loopax._src.jax_internals import jaxpr_as_fun, partial_eval_jaxpr
 from tests.support.reference import assert_close
 
@@ -49,10 +49,10 @@ def test_small_arrays_are_stored(function):
     pair = lambda flags, x, dot: jax.jvp(lambda x: function(x, flags), (x,), (dot,))
     closed = jax.make_jaxpr(pair)(FLAGS, X, X)
     known, later, _ = partial_eval_jaxpr(closed, [False, False, True], [False, True])
-    narrow, repeating = with_narrow_residuals(known, later, 1)
-    assert sorted(aval.str_short() for aval in narrow.out_avals[1:]) == STORED[function]
-    value, *residuals = jaxpr_as_fun(narrow)(FLAGS, X)
-    found = value, *jaxpr_as_fun(repeating)(*residuals, 2 * X)
+    stored = narrow(known, 1, later.in_avals[:-1])
+    assert sorted(aval.str_short() for aval in stored.avals) == STORED[function]
+    value, *residuals = jaxpr_as_fun(stored.known)(FLAGS, X)
+    found = value, *jaxpr_as_fun(later)(*stored.repeated(residuals), 2 * X)
     assert_close(tuple(found), pair(FLAGS, X, 2 * X), 1e-6)
 
 

@@ -33,7 +33,7 @@ from loopax._src.core.ir.loop import (
 from loopax._src.core.ir.plan import Blocks, Plan
 from loopax._src.core.jaxpr.cost import classified, hoisted_part, without_recomputed
 from loopax._src.core.jaxpr.dependence import dependence_fixpoint, mixing_primitive, needed_inputs
-from loopax._src.core.jaxpr.narrow import with_narrow_residuals
+from loopax._src.core.jaxpr.narrow import narrow
 from loopax._src.core.jaxpr.types import retyped
 from loopax._src.core.jaxpr.util import (
     Mask,
@@ -49,6 +49,7 @@ from loopax._src.core.jaxpr.util import (
     reject_each,
     select,
     select_each,
+    split_list,
     trace,
     unflatten,
     weakly_cached,
@@ -256,8 +257,10 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         if outputs.carry == unknown.carry:
             break
     num_outputs = flatten(outputs).count(False)
-    known, later = with_narrow_residuals(known, without_effects(later), num_outputs)
-    sizes = [mask.count(False) for mask in unknown]
+    later, num_residuals = without_effects(later), len(known.out_avals) - num_outputs
+    of_residuals, of_others = split_list(later.in_avals, [num_residuals])
+    stored = narrow(known, num_outputs, of_residuals)
+    known, sizes = stored.known, [mask.count(False) for mask in unknown]
     residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)), loop.bound == 1)
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     # Fewer rows, and a program that computes the other residuals from them where that is cheaper than to store them.
@@ -267,12 +270,12 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
 
     # Before: (*residuals, *consts, *carry, *x) -> (*carry, *y).
     # After: (row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y).
-    avals = dict(zip((r.position for r in residuals), later.in_avals, strict=False))
-    # Residuals stand in front of what else `later` takes. The first of those that are the same row of xs counts.
+    avals = dict(zip((r.position for r in residuals), stored.avals, strict=True))
+    # The first of those that are the same row of xs counts.
     sources = {r.forwarded: avals[r.position] for r in reversed(residuals) if r.forwarded is not None}
     forwarded = sorted(sources)
     masks = LoopInputs(*((True,) * sum(mask) for mask in unknown))
-    consts, carry, xs = unflatten(masks, later.in_avals[len(residuals) :])
+    consts, carry, xs = unflatten(masks, of_others)
     inputs = _LinearInputs(
         hoisted=[avals[r.position] for r in residuals if r.hoisted],
         consts=consts,
@@ -296,7 +299,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
             else given.forwarded[forwarded.index(r.forwarded)]
             for r in residuals
         ]
-        return jaxpr_as_fun(later)(*values, *given.consts, *given.carry, *given.xs)
+        return jaxpr_as_fun(later)(*stored.repeated(values), *given.consts, *given.carry, *given.xs)
 
     linear = LinearLoop(
         trace(linear_body, [loop.body.in_avals[0], *flatten(inputs)]),

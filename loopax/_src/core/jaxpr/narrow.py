@@ -3,40 +3,50 @@
 JAX stores what a product is taken with, which often is a small array that is repeated along an axis.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.util import bind_again, makers, num_bytes, trace
-from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
+from loopax._src.core.jaxpr.util import bind_again, makers, num_bytes
+from loopax._src.jax_internals import ClosedJaxpr
 
 
-def with_narrow_residuals(known: ClosedJaxpr, later: ClosedJaxpr, num_outputs: int) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Both parts of a step: what is known, and what takes the residuals of it, which repeats them now.
+class Narrow(NamedTuple):
+    """The known part of a step with residuals before they are repeated."""
 
-    Before: (...) -> (*outputs, *residuals), and (*residuals, *others) -> ... After: the same, with fewer or smaller
-    residuals.
-    """
+    known: ClosedJaxpr  # (...) -> (*outputs, *residuals)
+    avals: list[Any]  # of the residuals
+    ways: (
+        list[tuple[Any, list[Any]]] | None
+    )  # of each residual there was: which is repeated, and how; None: as they are
+    sources: list[Any]  # what they are in the program
+
+    def repeated(self, values: Sequence[Any]) -> list[Any]:
+        """The residuals that there were."""
+        if self.ways is None:
+            return list(values)
+        found, of = [], dict(zip(self.sources, values, strict=True))
+        for source, equations in self.ways:
+            value = of[source]
+            for eqn in equations:
+                (value,) = bind_again(eqn, [value])
+            found.append(value)
+        return found
+
+
+def narrow(known: ClosedJaxpr, num_outputs: int, avals: Sequence[Any]) -> Narrow:
+    """Fewer or smaller residuals, which are the outputs of `known` from `num_outputs` on, and have these types."""
     residuals = known.outvars[num_outputs:]
     # Of those of a size the furthest back, which other residuals may repeat, too.
     ways = [min(reversed([*_ways(known, x)]), key=lambda way: num_bytes([way[0].aval])) for x in residuals]
     if not any(equations for _, equations in ways):
-        return known, later
-    narrow = list(dict.fromkeys(source for source, _ in ways))
-
-    def of_narrow(*operands: Any) -> list[Any]:
-        values = dict(zip(narrow, operands, strict=False))
-        wide = list[Any]()
-        for source, equations in ways:
-            value = values[source]
-            for eqn in equations:
-                (value,) = bind_again(eqn, [value])
-            wide.append(value)
-        return jaxpr_as_fun(later)(*wide, *operands[len(narrow) :])
-
-    new = jaxi.replace_jaxpr(known, known.invars, [*known.outvars[:num_outputs], *narrow])
-    avals = [*(x.aval for x in narrow), *later.in_avals[len(residuals) :]]
-    return jaxi.dce(new, [True] * len(new.out_avals), True)[0], trace(of_narrow, avals)
+        return Narrow(known, list(avals), None, residuals)
+    types = {
+        source: aval if not equations else source.aval for (source, equations), aval in zip(ways, avals, strict=True)
+    }
+    sources = list(types)
+    known = jaxi.replace_jaxpr(known, known.invars, [*known.outvars[:num_outputs], *sources])
+    return Narrow(jaxi.dce(known, [True] * len(known.out_avals), True)[0], list(types.values()), ways, sources)
 
 
 def _ways(closed: ClosedJaxpr, variable: Any) -> Iterator[tuple[Any, list[Any]]]:

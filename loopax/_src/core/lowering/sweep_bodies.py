@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.cost import arithmetic, classified, hoisted_part, without_recomputed
-from loopax._src.core.jaxpr.narrow import with_narrow_residuals
+from loopax._src.core.jaxpr.narrow import narrow
 from loopax._src.core.jaxpr.util import flatten, num_bytes, split_list, trace, weakly_cached
 from loopax._src.core.lowering.rows import Body, RowLoop, Steps, read
 from loopax._src.core.masking import active_p, common_rows
@@ -97,7 +97,9 @@ def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
     if happens(sweep.step.effects) or (halves := _halves(sweep)) is None:
         return None
     num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
-    known, later = with_narrow_residuals(*halves, num_state)
+    known, later = halves
+    narrowed = narrow(known, num_state, later.in_avals[: len(known.out_avals) - num_state])
+    known = narrowed.known
 
     # Where each residual comes from on the way back: consts and xs (hoisted, forwarded), the record of the step, or it
     # is computed from these again. Positions are those among the outputs of `known`.
@@ -124,7 +126,7 @@ def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
             more = jaxpr_as_fun(recompute)(row, *consts, *front, *(values[p] for p in left))
             values.update(zip(again, more, strict=True))
         read = [values.get(r.position, row) if r.forwarded is None else front[r.forwarded] for r in residuals]
-        return jaxpr_as_fun(later)(*read, *carry, *others)
+        return jaxpr_as_fun(later)(*narrowed.repeated(read), *carry, *others)
 
     # For each leaf of a record, a leaf of the state of the same type; each is taken at most once.
     free, places = list(enumerate(sweep.forward_avals.state)), list[int]()
