@@ -8,6 +8,7 @@ import loopax as lx
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
 from loopax._src.core.ir.kind import LoopFacts, ResidualFacts, StepFacts
 from loopax._src.core.jaxpr.cost import arithmetic
+from loopax._src.jax_internals import one_function as one_function_of_cpu
 from loopax._src.settings import costs
 from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
 
@@ -204,3 +205,45 @@ def test_costs_of_loops_in_steps():
     # A condition may end it long before its bound, which is a precaution.
     inner = lambda h: lx.while_loop(lambda h: h.sum() > 1, jnp.sin, h, max_steps=10_000)
     assert 10 * one <= cost(inner, STATE) <= 10 * (one + 64)
+
+
+class Told(lx.Kind):
+    """A kind that keeps the facts of the loops that ask it."""
+
+    def __init__(self):
+        self.facts = []
+
+    def plan(self, loop):
+        self.facts.append(loop)
+        return lx.Bounded().plan(loop)
+
+
+@pytest.mark.parametrize("kind", ["bounded", "residuals"])
+def test_a_loop_in_a_step_runs_again_before_its_derivative(kind):
+    """From a carry: forward, and its own derivative, which evaluates its steps again if it has stored carries."""
+    told = Told()
+    step = lambda h: lx.fori_loop(0, 50, lambda _, h: many_functions(h), h, kind=kind)
+    jax.make_jaxpr(jax.grad(fixed(step, told)))(STATE)
+    (facts,) = told.facts
+    again = facts.step.derivative - facts.residuals.derivative
+    assert facts.step.evaluation <= again * 1.1
+    assert (facts.residuals.derivative > facts.step.evaluation) == (kind == "bounded")
+
+
+@pytest.mark.skipif(not one_function_of_cpu.MAKES_FUNCTIONS, reason="XLA makes no functions of loops here")
+def test_an_operation_in_a_function_takes_some_time_on_few_numbers():
+    """Else a thousand steps of one number would look free, and rows of them a reason to compute again."""
+
+    def evaluation(size, length):
+        told = Told()
+
+        def step(h):
+            for _ in range(length):
+                h = h * h - 0.5
+            return h
+
+        jax.make_jaxpr(jax.grad(fixed(step, told)))(jnp.ones(size, jnp.float32))
+        return told.facts[0].step.evaluation
+
+    assert evaluation(1, 20) - evaluation(1, 10) >= 10
+    assert evaluation(1000, 20) - evaluation(1000, 10) > 10 * (evaluation(1, 20) - evaluation(1, 10))
