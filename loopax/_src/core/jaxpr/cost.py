@@ -46,13 +46,13 @@ def arithmetic(closed: ClosedJaxpr) -> float:
 
 def evaluation(closed: ClosedJaxpr, lanes: int = 1, in_function: bool = False) -> float:
     """Evaluating a jaxpr once, for so many lanes."""
-    return _evaluation(closed.eqns, lanes, in_function)
+    return _evaluation(closed.eqns, lanes, in_function, OPERATION_IN_FUNCTION if in_function else 0.0)
 
 
-def _evaluation(eqns: Sequence[Any], lanes: int, in_function: bool) -> float:
+def _evaluation(eqns: Sequence[Any], lanes: int, in_function: bool, least: float = 0.0) -> float:
+    # `least`: what an operation takes beside its elements. Ways to run lanes are fitted without.
     element = costs().elementwise * (ELEMENT_IN_FUNCTION if in_function else 1.0)
     call, step = (CALL_IN_FUNCTION, 0.0) if in_function else (costs().call, costs().step)
-    least = OPERATION_IN_FUNCTION if in_function else 0.0
 
     def of_operation(eqn: Any) -> float:
         work = lanes * _operation(eqn, lanes, element)
