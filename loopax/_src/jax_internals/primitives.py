@@ -27,7 +27,8 @@ is_scan = one_of("scan")
 is_while = one_of("while")
 is_kernel = one_of("pallas_call")  # what is in it is compiled by another compiler
 stops_gradient = one_of("stop_gradient")
-repeats = one_of("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type")  # of one operand
+repeats = one_of("broadcast_in_dim", "reshape", "squeeze", "expand_dims")  # some not at all
+converts = one_of("convert_element_type")
 is_axis_index = one_of("axis_index")
 
 # Calls: one program, evaluated once on all operands.

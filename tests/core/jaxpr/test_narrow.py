@@ -22,7 +22,11 @@ def masked_twice(x, flags):
 
 
 def as_numbers(x, flags):
-    return x * flags[:, None].astype(x.dtype)
+    return x * jnp.broadcast_to(flags[:, None], x.shape).astype(x.dtype)
+
+
+def as_many_numbers(x, flags):
+    return as_numbers(jnp.tile(x, (1, 1000)), flags)
 
 
 def repeated(x, flags):
@@ -38,7 +42,8 @@ def computed_in_a_call(x, flags):
 STORED = {
     masked: ["bool[3]", "float32[3,4]"],
     masked_twice: ["bool[3]", "float32[3,4]", "float32[3,4]"],
-    as_numbers: ["bool[3]"],
+    as_numbers: ["float32[3,4]"],
+    as_many_numbers: ["bool[3]"],
     repeated: ["float32[3,4]", "float32[3]"],  # `repeat` gathers
     computed_in_a_call: ["float32[3,4]"],  # what it is made of is no result of the call
 }

@@ -10,16 +10,19 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.util import bind_again, makers, num_bytes
 from loopax._src.jax_internals import ClosedJaxpr
 
+_LARGE = 4096  # bytes, from which on a mask of bools is stored in place of one of numbers: it has to be converted
+
+
+Way = tuple[Any, list[Any]]  # a variable, and the equations that repeat it
+
 
 class Narrow(NamedTuple):
     """The known part of a step with residuals before they are repeated."""
 
     known: ClosedJaxpr  # (...) -> (*outputs, *residuals)
     avals: list[Any]  # of the residuals
-    ways: (
-        list[tuple[Any, list[Any]]] | None
-    )  # of each residual there was: which is repeated, and how; None: as they are
-    sources: list[Any]  # what they are in the program
+    ways: list[Way] | None  # of each residual there was; None: they are as they were
+    sources: list[Any]  # the variables that the residuals are
 
     def repeated(self, values: Sequence[Any]) -> list[Any]:
         """The residuals that there were."""
@@ -41,21 +44,20 @@ def narrow(known: ClosedJaxpr, num_outputs: int, avals: Sequence[Any]) -> Narrow
     ways = [min(reversed([*_ways(known, x)]), key=lambda way: num_bytes([way[0].aval])) for x in residuals]
     if not any(equations for _, equations in ways):
         return Narrow(known, list(avals), None, residuals)
-    types = {
-        source: aval if not equations else source.aval for (source, equations), aval in zip(ways, avals, strict=True)
-    }
+    pairs = zip(ways, avals, strict=True)
+    types = {source: source.aval if equations else aval for (source, equations), aval in pairs}
     sources = list(types)
     known = jaxi.replace_jaxpr(known, known.invars, [*known.outvars[:num_outputs], *sources])
     return Narrow(jaxi.dce(known, [True] * len(known.out_avals), True)[0], list(types.values()), ways, sources)
 
 
-def _ways(closed: ClosedJaxpr, variable: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """The variables that this one repeats, itself first, and the equations by which it does."""
+def _ways(closed: ClosedJaxpr, variable: Any) -> Iterator[Way]:
+    """The variables that this one repeats, itself first."""
     equations = list[Any]()
     yield variable, equations
     while not isinstance(variable, jaxi.Literal) and variable in makers(closed):
         eqn, position = makers(closed)[variable]
-        if jaxi.repeats(eqn):
+        if jaxi.repeats(eqn) or (jaxi.converts(eqn) and num_bytes([variable.aval]) >= _LARGE):
             variable, equations = eqn.invars[0], [eqn, *equations]
         elif jaxi.is_jit(eqn) and (inner := jaxi.called(eqn)):
             *_, (source, more) = _ways(inner, inner.outvars[position])
