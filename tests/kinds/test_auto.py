@@ -247,3 +247,16 @@ def test_an_operation_in_a_function_takes_some_time_on_few_numbers():
 
     assert evaluation(1, 20) - evaluation(1, 10) >= 10
     assert evaluation(1000, 20) - evaluation(1000, 10) > 10 * (evaluation(1, 20) - evaluation(1, 10))
+
+
+@pytest.mark.skipif(not one_function_of_cpu.MAKES_FUNCTIONS, reason="XLA makes no functions of loops here")
+def test_where_the_choice_matters_in_a_large_batch_alone():
+    """A loop of microseconds: whichever kind it takes, until a map outside of the gradient multiplies what is stored."""
+    tiny = lambda h: 3.5 * h * (1 - h)
+    of = lambda kind, steps: lambda x: lx.fori_loop(0, steps, lambda _, h: tiny(h), x, kind=kind)
+    plan = lambda kind, steps=1000: chosen(jax.grad(of(kind, steps)), jnp.float32(0.3))
+    assert isinstance(plan(lx.Auto()), Checkpoints)
+    assert "of 1024 lanes: Residuals" in plan(lx.Auto()).reason
+    assert isinstance(plan(lx.Auto(num_lanes=1)), EveryResidual)
+    assert "1024" not in plan(lx.Auto(num_lanes=1)).reason
+    assert isinstance(plan(lx.Auto(), 100_000), EveryResidual)  # some of these kinds take 100 microseconds more

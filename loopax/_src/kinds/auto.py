@@ -17,6 +17,7 @@ MEMORY = Why(
 
 _LANES = Why("how much memory each lane may use", "choose one for all calls: results do not depend on it")
 _NEAR = 1.05  # times that differ by less are taken for equal
+_NEGLIGIBLE, _MANY = 10_000, 1024  # nanoseconds in all steps of one lane; lanes
 
 
 @api_boundary
@@ -57,9 +58,13 @@ class Auto(Kind):
     bound. `Residuals()` and `Bounded()` need room for all steps of the bound, so they then get an eighth of `memory`.
 
     `jax.grad(jax.vmap(f))`: the gradient sees all lanes, and `Auto` chooses for them. `jax.vmap(jax.grad(f))`: the
-    gradient sees one lane, and the map multiplies what is stored. `Auto` then chooses for one lane; for 64 lanes if the
-    loop says how lanes run (`lanes="compact"` or others), one after another with `lanes="sequential"`; and for
-    `num_lanes` lanes if you give their number.
+    gradient sees one lane, and the map multiplies what is stored. `Auto` then chooses
+
+    - for `num_lanes` lanes if you give their number;
+    - for 64 lanes if the loop says how lanes run (`lanes="compact"` or others), one after another with
+      `lanes="sequential"`;
+    - else for one lane. If kinds differ by at most 10 microseconds there, in all steps, `Auto` chooses among these for
+      1024 lanes.
 
     Of kinds whose estimated times differ by less than 5 %, `Auto` takes the one that stores less.
 
@@ -88,11 +93,14 @@ class Auto(Kind):
         if loop.bound is None:
             ((checkpointed, cost),) = costs.items()
             return checkpointed.plan(loop).because(f"no static bound: {cost.stored}, of at most {budget} bytes")
-        best = smallest_of_fastest({kind: cost.time for kind, cost in costs.items()}, costs)
-        listed = ", ".join(f"{_name(kind)} {cost.time:.0f}" for kind, cost in costs.items())
+        times = {kind: cost.time for kind, cost in costs.items()}
+        of_many = self._times_of_many(loop, loop.bound, times)
+        best = smallest_of_fastest(of_many or times, costs)
         lanes = f" of each of {self._lanes(loop)} lanes" if self._lanes(loop) > 1 else ""
         reason = f"at most {budget} bytes for {loop.bound} steps{lanes}; expected nanoseconds for a step"
-        reason += f"{' of all' if lanes else ''}: {listed}"
+        reason += f"{' of all' if lanes else ''}: {_listed(times)}"
+        if of_many:
+            reason += f", which is much the same in all; of {_MANY} lanes: {_listed(of_many)}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
 
     def _for_lanes(self, lanes: int) -> Kind:
@@ -101,6 +109,14 @@ class Auto(Kind):
     def _lanes(self, loop: LoopFacts) -> int:
         """The lanes outside of the gradient for which the choice is made."""
         return self.num_lanes or loop.lanes_to_come
+
+    def _times_of_many(self, loop: LoopFacts, bound: int, times: Mapping[Kind, float]) -> dict[Kind, float]:
+        """Those in a batch of many lanes, if the choice matters there alone, and nobody has said how many there are."""
+        if self.num_lanes is not None or loop.lanes_to_come > 1 or loop.lanes_apart > 1 or loop.share < 1:
+            return {}
+        near = [kind for kind, time in times.items() if (time - min(times.values())) * bound <= _NEGLIGIBLE]
+        costs = {kind: kind.cost(replace(loop, lanes=_MANY)) for kind in near if len(near) > 1}
+        return {kind: cost.time for kind, cost in costs.items() if cost}
 
     def _candidates(self, loop: LoopFacts) -> dict[Kind, Cost]:
         """The kinds that fit in the memory, and what they cost: bytes of one lane, and the time of all."""
@@ -136,6 +152,10 @@ def _kinds(loop: LoopFacts, bound: int, budget: int) -> list[Kind]:
     if loop.is_fixed and loop.step.carry_bytes and bound * loop.residuals.stored_bytes > budget:
         kinds.append(Checkpointed(min(budget // loop.step.carry_bytes, bound)))
     return kinds
+
+
+def _listed(times: Mapping[Kind, float]) -> str:
+    return ", ".join(f"{_name(kind)} {time:.0f}" for kind, time in times.items())
 
 
 def _name(kind: Kind) -> str:
