@@ -252,9 +252,11 @@ def test_an_operation_in_a_function_takes_some_time_on_few_numbers():
 @pytest.mark.skipif(not one_function_of_cpu.MAKES_FUNCTIONS, reason="XLA makes no functions of loops here")
 def test_where_the_choice_matters_in_a_large_batch_alone():
     """A loop of microseconds: whichever kind it takes, until a map outside of the gradient multiplies what is stored."""
-    tiny = lambda h: 3.5 * h * (1 - h)
-    of = lambda kind, steps: lambda x: lx.fori_loop(0, steps, lambda _, h: tiny(h), x, kind=kind)
-    plan = lambda kind, steps=1000: chosen(jax.grad(of(kind, steps)), jnp.float32(0.3))
+    tiny = lambda _, h: 3.5 * h * (1 - h)
+
+    def plan(kind, steps=1000):
+        return chosen(jax.grad(lambda x: lx.fori_loop(0, steps, tiny, x, kind=kind)), jnp.float32(0.3))
+
     assert isinstance(plan(lx.Auto()), Checkpoints)
     assert "of 1024 lanes: Residuals" in plan(lx.Auto()).reason
     assert isinstance(plan(lx.Auto(num_lanes=1)), EveryResidual)

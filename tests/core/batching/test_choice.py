@@ -201,7 +201,7 @@ def test_a_linear_solve(rows, is_alone):
 
 def halved(h, n, lanes):
     """A loop of as many steps as are said at the start."""
-    return lx.fori_loop(0, n, lambda _, h: h - 0.5 * h * h, h, lanes=lanes, max_steps=9)
+    return lx.fori_loop(0, n, lambda _, h: h - 0.5 * h * h, h, lanes=lanes, max_steps=9, throw=False)
 
 
 def started(h, n, lanes):
@@ -220,7 +220,7 @@ def backward(h, n, lanes):
 def grown(h, n, lanes):
     """A loop that stops by its carry."""
     step = lambda h: (h[0] + 0.1 * h[0] * h[0], h[1] + 1)
-    return lx.while_loop(lambda h: h[1] < n, step, (h, jnp.int32(0)), lanes=lanes, max_steps=9)[0]
+    return lx.while_loop(lambda h: h[1] < n, step, (h, jnp.int32(0)), lanes=lanes, max_steps=9, throw=False)[0]
 
 
 TRANSFORMS = {
@@ -267,3 +267,52 @@ def test_gradients_that_go_back_otherwise_than_forward():
         return jax.jit(jax.vmap(of_lane, (None, 0, 0)))(jnp.asarray(W), starts, steps)
 
     assert_close(gradients("auto"), gradients("lockstep"), 1e-5)
+
+
+def in_orders(of_lane):
+    """Value, gradient of the batch, and batch of gradients, added up."""
+    batch = jax.vmap(of_lane)
+    of_batch = jax.grad(lambda h, n: batch(h, n).sum())
+    return lambda h, n: batch(h, n) + of_batch(h, n) + jax.vmap(jax.grad(lambda h, n: of_lane(h, n).sum()))(h, n)
+
+
+STEPS_OF_LANES, STARTS = np.arange(128, dtype=np.int32) % 10, np.linspace(0.1, 1, 128, dtype=np.float32)
+costly = lambda h, n, lanes: lx.fori_loop(
+    0, n, lambda _, h: jnp.tanh(W @ (h * W[0])).sum(), h, lanes=lanes, max_steps=9
+)
+
+
+@pytest.mark.parametrize("loop", [halved, grown, costly])
+def test_lanes_on_several_devices_stay_together(loop):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(x, jax.NamedSharding(mesh, jax.P("d"))) for x in (STARTS, STEPS_OF_LANES)]
+        found = in_orders(lambda h, n: loop(h, n, "auto"))(*given)
+    assert_close(found, in_orders(lambda h, n: loop(h, n, "lockstep"))(STARTS, STEPS_OF_LANES), 1e-5)
+
+
+def test_lanes_that_communicate_with_others_stay_together():
+    """Over the axis of a map around theirs, whose lanes all take the same steps."""
+
+    def lane(lanes):
+        step = lambda _, h: h - 0.1 * jax.lax.psum(h, "outer") * h
+        return lambda h, n: lx.fori_loop(0, n, step, h, lanes=lanes, max_steps=9)
+
+    def run(lanes):
+        batch = lambda h: jax.vmap(lane(lanes))(h, STEPS_OF_LANES)
+        outer = jax.vmap(batch, axis_name="outer")
+        back = jax.vmap(jax.grad(lambda h: batch(h).sum()), axis_name="outer")
+        return lambda h: outer(h) + jax.grad(lambda h: outer(h).sum())(h) + back(h)
+
+    twice = np.stack([STARTS, 2 * STARTS])
+    assert_close(run("auto")(twice), run("lockstep")(twice), 1e-5)
+
+
+@pytest.mark.parametrize("loop", [halved, grown])
+def test_batches_of_a_symbolic_number(loop):
+    (size,) = jax.export.symbolic_shape("size")
+    run = lambda lanes: jax.vmap(in_orders(lambda h, n: loop(h, n, lanes)))
+    types = (jax.ShapeDtypeStruct((size, 128), dtype) for dtype in (jnp.float32, jnp.int32))
+    exported = jax.export.export(jax.jit(run("auto")))(*types)
+    given = np.stack([STARTS, 2 * STARTS]), np.stack([STEPS_OF_LANES] * 2)
+    assert_close(exported.call(*given), run("lockstep")(*given), 1e-5)

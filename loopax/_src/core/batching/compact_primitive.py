@@ -111,7 +111,8 @@ def join_batches(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *
     inner, outer = CompactVmap(**params), Axis.of(axis_data)
     refuse_collectives(inner.program, outer.name)
     mapped, sizes = is_batched(dims), (outer.size, inner.axis.size)
-    if not _joins(inner, mapped, sizes, operands):
+    is_spread = outer.mesh_axis is not None or not isinstance(outer.size, int)
+    if (is_spread and isinstance(inner.static.lanes, OneStage)) or not _joins(inner, mapped, sizes, operands):
         # What does not depend on the new lanes stays as it is. Derivatives are those of the mapped program.
         program = program_with_derivatives(inner)
         out_axes = axes_of(jaxi.batched_outputs(program, axis_data, mapped))

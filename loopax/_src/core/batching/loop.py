@@ -50,7 +50,14 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import over_lanes
-from loopax._src.jax_internals import ClosedJaxpr, axis_arguments, batched_outputs, happens
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    axis_arguments,
+    batched_outputs,
+    communicates_over,
+    equations_in,
+    happens,
+)
 
 # Batching of reverse sweeps: all lanes on the same rows, in lockstep, or in stages, as loops are.
 
@@ -87,7 +94,7 @@ def batch_sweep(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **
         batched = batched._replace(state=(True,) * sweep.num_state, carry=(True,) * sweep.num_carry)
         ys = (True,) * len(ys)
     if differ:
-        sweep = sweep._replace(lanes=chosen(sweep.lanes, sweep.forward, sweep.num_consts, axis.size))
+        sweep = sweep._replace(lanes=chosen(sweep.lanes, sweep.forward, sweep.num_consts, _gathered_lanes(axis)))
     if isinstance(sweep.lanes, Sequential) and axis.size:
         # A value whose cotangents are mapped has effects that are the same for all lanes (as in `batch_loop`).
         acting = partial(needs, sweep, (False,) * sweep.num_carry, (False,) * len(sweep.y_avals))
@@ -140,9 +147,14 @@ def _uniform_loop(loop: Loop, axis: Axis, batched: LoopInputs, outputs: LoopOutp
     return loop._replace(body=body, inverse=inverse, lanes=of_uniform(loop.lanes, axis.size))
 
 
+def _gathered_lanes(axis: Axis) -> Any:
+    """How many lanes there are to choose for: lanes on several devices are none."""
+    return axis.size if axis.mesh_axis is None else None
+
+
 def _with_chosen_lanes(loop: Loop, size: Any) -> Loop:
     """The loop with the way in which a batch of so many lanes runs, and why for `explain`."""
-    walks_again = loop.bound != 1 and not loop.saving
+    walks_again = loop.bound != 1 and not loop.saving and not any(map(communicates_over, equations_in(loop.body)))
     lanes, debug_info = chosen(loop.lanes, loop.body, loop.num_consts, size, walks_again), loop.debug_info
     if debug_info and (mixing := kept_together(loop.lanes, loop.body)):
         debug_info = replace(debug_info, mixed_by=mixing)
@@ -171,7 +183,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     differ = any(has_limits) or (loop.predicated and outputs.carry[0])
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
     if differ:
-        loop = _with_chosen_lanes(loop, axis.size)
+        loop = _with_chosen_lanes(loop, _gathered_lanes(axis))
     if isinstance(loop.lanes, Sequential) and axis.size:
         # A value whose tangents are mapped has effects that are the same for all lanes: they stay without any output.
         nothing = [False] * len(loop.body.out_avals)
