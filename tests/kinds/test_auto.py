@@ -251,7 +251,7 @@ def test_an_operation_in_a_function_takes_some_time_on_few_numbers():
 
 @pytest.mark.skipif(not one_function_of_cpu.MAKES_FUNCTIONS, reason="XLA makes no functions of loops here")
 def test_where_the_choice_matters_in_a_large_batch_alone():
-    """A loop of microseconds: whichever kind it takes, until a map outside of the gradient multiplies what is stored."""
+    """A loop of microseconds, whichever kind it takes, until a map around the gradient multiplies what is stored."""
     tiny = lambda _, h: 3.5 * h * (1 - h)
 
     def plan(kind, steps=1000):
