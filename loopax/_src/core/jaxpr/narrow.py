@@ -28,9 +28,9 @@ class Narrow(NamedTuple):
         """The residuals that there were."""
         if self.ways is None:
             return list(values)
-        found, of = [], dict(zip(self.sources, values, strict=True))
+        found, of = [], dict(zip(map(id, self.sources), values, strict=True))
         for source, equations in self.ways:
-            value = of[source]
+            value = of[id(source)]
             for eqn in equations:
                 (value,) = bind_again(eqn, [value])
             found.append(value)
@@ -45,10 +45,10 @@ def narrow(known: ClosedJaxpr, num_outputs: int, avals: Sequence[Any]) -> Narrow
     if not any(equations for _, equations in ways):
         return Narrow(known, list(avals), None, residuals)
     pairs = zip(ways, avals, strict=True)
-    types = {source: source.aval if equations else aval for (source, equations), aval in pairs}
-    sources = list(types)
+    types = {id(source): (source, source.aval if equations else aval) for (source, equations), aval in pairs}
+    sources, avals = map(list, zip(*types.values(), strict=True))
     known = jaxi.replace_jaxpr(known, known.invars, [*known.outvars[:num_outputs], *sources])
-    return Narrow(jaxi.dce(known, [True] * len(known.out_avals), True)[0], list(types.values()), ways, sources)
+    return Narrow(jaxi.dce(known, [True] * len(known.out_avals), True)[0], avals, ways, sources)
 
 
 def _ways(closed: ClosedJaxpr, variable: Any) -> Iterator[Way]:
