@@ -39,7 +39,7 @@ def loop(step, kind, **options):
     return lambda h, n: lx.fori_loop(0, n, lambda i, h: step(h), h, kind=kind, **options).sum()
 
 
-def fixed(step, kind=lx.Auto()):  # noqa: B008 - kinds are immutable
+def fixed(step, kind: lx.Kind = lx.Auto()):  # noqa: B008 - kinds are immutable
     return lambda h: loop(step, kind)(h, STEPS)
 
 
