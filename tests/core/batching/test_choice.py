@@ -209,6 +209,12 @@ def started(h, n, lanes):
     return lx.fori_loop(9 - n, 9, lambda i, h: h - 0.1 * h * h, h, lanes=lanes, max_steps=9)
 
 
+def last_rows_first(h, n, lanes):
+    """A scan in reverse over as many rows as are said at the start."""
+    step = lambda h, x: (h - 0.1 * x * h * h, None)
+    return lx.scan(step, h, jnp.ones(9, h.dtype), length=n, reverse=True, lanes=lanes, throw=False)[0]
+
+
 def backward(h, n, lanes):
     """A scan in reverse that stops by its carry."""
     step = lambda h, x: ((h[0] - 0.1 * x * h[0] * h[0], h[1] + 1), h[0])
@@ -233,8 +239,12 @@ TRANSFORMS = {
 }
 
 
+WALKS = [halved, pytest.param(started, marks=pytest.mark.slow), last_rows_first, grown]
+WALKS.append(pytest.param(backward, marks=pytest.mark.slow))
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("loop", [halved, started, grown, backward])
+@pytest.mark.parametrize("loop", WALKS)
 def test_cheap_steps_go_together_and_their_gradients_in_groups(loop, transform):
     """The value of a batch in lockstep, a gradient of those that walk alike: the numbers of steps are known there."""
     steps, starts = jnp.arange(128, dtype=jnp.int32) % 10, jnp.linspace(0.1, 1, 128, dtype=jnp.float32)
