@@ -18,7 +18,15 @@ from jax import lax
 
 from loopax._src.core.batching.compact_primitive import BatchRules
 from loopax._src.core.batching.groups import active_first, in_groups, put_back, run_function, take
-from loopax._src.core.batching.lockstep import LaneOperands, goes_on, hull, lane_function, result_axes, run_lanes
+from loopax._src.core.batching.lockstep import (
+    LaneOperands,
+    goes_on,
+    hull,
+    lane_function,
+    result_axes,
+    run_lanes,
+    steps_of_each,
+)
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lane_choice import OneStage
 from loopax._src.core.ir.lanes import (
@@ -159,15 +167,14 @@ def _in_one_stage(loop: Loop, _: Compact, axis: Axis, mapped: Mask, operands: Se
     """Lanes that wait for each other."""
     low, high, lanes = _lanes(loop, mapped, operands)
     out, num_steps = run_lanes(loop._replace(saving=None, saved=()), axis, *hull(low, high), lanes)
-    if num_steps is None:
-        num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
+    num_steps = steps_of_each(low, high, axis) if num_steps is None else num_steps
     return [num_steps, *out.carry, *out.ys]
 
 
 def _in_groups(loop: Loop, how: Compact, axis: Axis, mapped: Mask, operands: Sequence[Any]) -> list[Any]:
     """Lanes whose limits are all that stops them."""
     low, high = operands[:2]
-    num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
+    num_steps = steps_of_each(low, high, axis)
     groups = sum(number for number, _ in group_sizes(how, axis.size))
     reporting = loop.reporting and loop.reporting._replace(runs=groups, lanes=axis.size)
     loop = loop._replace(saving=None, saved=(), reporting=reporting)

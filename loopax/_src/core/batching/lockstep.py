@@ -149,6 +149,11 @@ def hull(low: Any, high: Any) -> tuple[Any, Any]:
     return lowest, over_lanes(jnp.max, high) if jnp.size(high) else empty
 
 
+def steps_of_each(low: Any, high: Any, axis: Axis) -> Any:
+    """The number of steps of each lane whose limits are all that stops it: int32[lanes]."""
+    return jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
+
+
 def when_filled(body: ClosedJaxpr) -> When:
     """When finished lanes need the operands of others: arithmetic is harmless until a derivative sums lanes."""
     return "in_derivatives" if is_arithmetic(body) else "always"

@@ -211,7 +211,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     lanes = lockstep.LaneOperands(has_limits, select(has_limits, (low, high)), batched, given)
     out, num_steps = lockstep.run_lanes(loop, axis, *rows, lanes)
     if num_steps is None:
-        num_steps = jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
+        num_steps = lockstep.steps_of_each(low, high, axis)
     return out._replace(num_steps=num_steps).leaves, lockstep.result_axes(loop, 0, None).leaves
 
 
