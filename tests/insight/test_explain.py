@@ -494,6 +494,7 @@ def test_a_batch_that_waits():
         assert [name for name, _ in warned(lane(loop), jnp.ones(100))] == ["slowest-lane"]
     assert warned(lane(lx.while_loop), jnp.ones(8)) == []  # no more lanes than a device computes together
     assert warned(lane(lx.while_loop, lanes="compact"), jnp.ones(100)) == []
+    assert warned(lane(lx.while_loop, lanes="auto"), jnp.ones(100)) == []  # it has compared them
     assert warned(jax.vmap(lambda x: lx.fori_loop(0, 10, lambda i, x: x * 1.5, x)), jnp.ones(100)) == []
     inner = lambda i, x: lx.fori_loop(0, i, lambda j, x: x * 1.5, x)
     assert warned(jax.vmap(lambda n: lx.fori_loop(0, n, inner, 1.0, lanes="free")), jnp.arange(100)) == []
