@@ -26,7 +26,7 @@ class Measurements:
     def __init__(self):
         self.calls, self.fastest = [], "bounded"
 
-    def __call__(self, given, plans, step, deadline):
+    def __call__(self, given, plans, step, deadline, num_lanes):
         self.calls.append(given)
         return [1.0 if isinstance(plan, FASTEST[self.fastest]) else 2.0 for plan in plans]
 
@@ -170,8 +170,9 @@ def test_gradients_are_those_of_other_kinds(transform):
     np.testing.assert_allclose(of(lx.Tuned()), of(lx.Checkpointed()), rtol=1e-9)
 
 
+@pytest.mark.parametrize("num_lanes", [None, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_carries_of_any_type_are_measured(dtype):
+def test_carries_of_any_type_are_measured(dtype, num_lanes):
     def loss(x):
         def body(c):
             i, x, key, flag = c
@@ -179,7 +180,7 @@ def test_carries_of_any_type_are_measured(dtype):
             return i + 1, x * x, key, ~flag
 
         start = jnp.int32(0), DTYPES[dtype](x), jax.random.key(0), jnp.bool_(True)
-        end = lx.while_loop(lambda c: c[0] < 3, body, start, max_steps=5, kind=lx.Tuned())
+        end = lx.while_loop(lambda c: c[0] < 3, body, start, max_steps=5, kind=lx.Tuned(num_lanes=num_lanes))
         return jnp.real(end[1]).sum().astype(float)
 
     assert "measured in" in chosen(jax.grad(loss), X).reason
@@ -233,18 +234,50 @@ def test_few_steps(steps, reverse):
     np.testing.assert_allclose(jax.grad(loss("tuned"))(X), jax.grad(loss("residuals"))(X))
 
 
-def test_what_is_measured_changes_few_elements_where_the_gradient_does(monkeypatch):
+@pytest.fixture
+def measured_calls(monkeypatch):
+    """The programs that would be timed, with their arguments."""
     taken = []
     monkeypatch.setattr(measuring, "_least_seconds", lambda calls, _: taken.extend(calls.values()) or {})
+    return taken
 
+
+@pytest.mark.parametrize("num_lanes", [None, 1, 5])
+def test_lanes_outside_of_the_gradient_are_measured_together(measured_calls, num_lanes):
+    """They share what is constant in the loop."""
+    weights, rows = jnp.eye(8) * 0.5, jnp.ones((20, 3))
+
+    def loss(x, weights):
+        step = lambda x, row: (jnp.tanh(weights @ x) * row[0], None)
+        return lx.scan(step, x, rows, kind=lx.Tuned(num_lanes=num_lanes))[0].sum()
+
+    with pytest.warns(UserWarning, match="none of the candidates"):
+        jax.make_jaxpr(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(jnp.ones((2, 8)), weights)
+    lanes = () if num_lanes in (None, 1) else (num_lanes,)
+    assert measured_calls
+    for call in measured_calls:
+        shapes = {x.shape for x in jax.tree.leaves(call.args) if x.ndim}
+        assert shapes == {(8, 8), (*lanes, 8), (*lanes, 20, 3)}
+
+
+def test_a_choice_for_other_lanes_is_another(timed):
+    for num_lanes in (None, 5, 6, 5):
+        timed.fastest = "residuals" if num_lanes == 5 else "checkpointed"
+        plan = chosen(slope(lx.Tuned(num_lanes=num_lanes)), X)
+        assert isinstance(plan, FASTEST[timed.fastest])
+        assert (f"of all {num_lanes} lanes" in plan.reason) == (num_lanes is not None)
+    assert len(timed.calls) == 3
+
+
+def test_what_is_measured_changes_few_elements_where_the_gradient_does(measured_calls):
     def loss(x):  # a delay equation, whose last values stand in the carry
         step = lambda i, x: x.at[i % 1000].add(jnp.sin(x[(i + 1) % 1000]))
         return lx.fori_loop(0, 50, step, x, kind=lx.Tuned()).sum()
 
     with pytest.warns(UserWarning, match="none of the candidates"):
         jax.make_jaxpr(jax.grad(loss))(jnp.ones(1000))
-    assert taken
-    for call in taken:
+    assert measured_calls
+    for call in measured_calls:
         assert not re.search(r"f64\[1000\]\S* add\(", call.func.as_text())
 
 
@@ -287,8 +320,10 @@ def test_arguments():
     assert repr(lx.Tuned(memory=100, cache="a")) == "Tuned(memory=100, cache='a')"
     with pytest.raises(TypeError, match="cache"):
         lx.Tuned(cache=3)  # type: ignore
-    with pytest.raises(ValueError, match="memory"):
-        lx.Tuned(memory=0)
+    assert repr(lx.Tuned(num_lanes=3)) == "Tuned(num_lanes=3)"
+    for name in ("memory", "num_lanes"):
+        with pytest.raises(ValueError, match=name):
+            lx.Tuned(**{name: 0})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert jax.jit(lambda x: swung(x, lx.Tuned()))(X).shape == ()  # without a gradient nothing is measured

@@ -15,7 +15,7 @@ MEMORY = Why(
     "what a gradient stores", "give the most bytes that a gradient may take: one budget serves every number of steps"
 )
 
-_LANES = Why("how much memory each lane may use", "choose one for all calls: results do not depend on it")
+LANES = Why("how much memory each lane may use", "choose one for all calls: results do not depend on it")
 _NEAR = 1.05  # times that differ by less are taken for equal
 _NEGLIGIBLE, _MANY = 10_000, 1024  # nanoseconds in all steps of one lane; lanes
 
@@ -79,7 +79,7 @@ class Auto(Kind):
         if self.memory is not None:
             object.__setattr__(self, "memory", positive_int("Auto(memory=...)", self.memory, "bytes", MEMORY))
         if self.num_lanes is not None:
-            object.__setattr__(self, "num_lanes", positive_int("Auto(num_lanes=...)", self.num_lanes, "lanes", _LANES))
+            object.__setattr__(self, "num_lanes", positive_int("Auto(num_lanes=...)", self.num_lanes, "lanes", LANES))
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""

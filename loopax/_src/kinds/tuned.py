@@ -17,7 +17,7 @@ import jax
 
 from loopax._src.core import Kind, LoopFacts, Plan
 from loopax._src.jax_internals import api_boundary, told_by_first
-from loopax._src.kinds.auto import MEMORY, Auto, smallest_of_fastest
+from loopax._src.kinds.auto import LANES, MEMORY, Auto, smallest_of_fastest
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, code_of_call, positive_int, refuse_tracers
 
@@ -41,11 +41,14 @@ class Tuned(Kind):
     cache
         A folder for choices, which is made if it is not there. Another process that traces the same loop then measures
         nothing. None: the choice is remembered until the process ends.
+    num_lanes
+        The number of lanes of a `jax.vmap` outside of the gradient, as in `Auto`. `Tuned` then measures so many lanes
+        together. None: it measures one.
 
     Raises
     ------
     TypeError
-        `memory` is not an int, or is traced; or `cache` is no path.
+        `memory` or `num_lanes` is not an int, or is traced; or `cache` is no path.
     ValueError
         As in `Auto`.
 
@@ -59,9 +62,10 @@ class Tuned(Kind):
 
     Notes
     -----
-    What is measured is the loop as its gradient is traced: without the lanes of a `jax.vmap` outside of the gradient,
-    and without its prints and callbacks. A step takes the same time for all numbers, except where these decide on
-    branches or on inner loops; inner loops without a bound take 8 steps at most. `explain` shows the times.
+    What is measured is the loop as its gradient is traced, without its prints and callbacks. A `jax.vmap` outside of
+    the gradient has no part in it, unless you give `num_lanes`: then lanes differ in the carry and in `xs`, and take
+    the same number of steps. A step takes the same time for all numbers, except where these decide on branches or on
+    inner loops; inner loops without a bound take 8 steps at most. `explain` shows the times.
 
     A program that has been traced keeps its choice. Two machines may choose differently, so results may differ by
     rounding.
@@ -70,12 +74,15 @@ class Tuned(Kind):
 
     memory: int | None = None
     cache: str | None = None
+    num_lanes: int | None = None
     _chooses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the arguments."""
         if self.memory is not None:
             object.__setattr__(self, "memory", positive_int("Tuned(memory=...)", self.memory, "bytes", MEMORY))
+        if self.num_lanes is not None:
+            object.__setattr__(self, "num_lanes", positive_int("Tuned(num_lanes=...)", self.num_lanes, "lanes", LANES))
         refuse_tracers("Tuned(cache=...)", self.cache, "a folder", _WHY)
         if self.cache is not None:
             if not isinstance(self.cache, str | os.PathLike):
@@ -84,11 +91,11 @@ class Tuned(Kind):
 
     def __repr__(self) -> str:
         """Return the code that makes this object."""
-        return code_of_call("Tuned", memory=self.memory, cache=self.cache)
+        return code_of_call("Tuned", memory=self.memory, cache=self.cache, num_lanes=self.num_lanes)
 
     def plan(self, loop: LoopFacts) -> Plan:
         """See `Kind.plan`."""
-        auto = Auto(self.memory)
+        auto = Auto(self.memory, self.num_lanes)
         if not loop.sizes_are_known:
             _warn("sizes are not known when the loop is traced")
             return auto.plan(loop)
@@ -96,7 +103,7 @@ class Tuned(Kind):
         if len(candidates) == 1 or loop.bound == 0:
             return auto.plan(loop)
         names = {repr(kind): kind for kind in candidates}
-        key = _key(loop, names)
+        key = _key(loop, names, self.num_lanes)
         found = _remembered(self.cache, key) if jax.process_count() == 1 else _of_first_process(self.cache, key)
         if found is not None and found.chosen in names:
             return names[found.chosen].plan(loop).because(f"{found.reason} (remembered)")
@@ -107,16 +114,17 @@ class Tuned(Kind):
         begun = time.perf_counter()
         plans = {name: kind.plan(loop) for name, kind in names.items()}
         step = min(cost.time for cost in candidates.values())
-        times = loop._measuring.times(list(plans.values()), step, _DEADLINE)
+        times = loop._measuring.times(list(plans.values()), step, _DEADLINE, self.num_lanes or 1)
         known = {name: ns for name, ns in zip(plans, times, strict=True) if ns is not None}
         if not known:
             _warn("the device runs none of the candidates")
             return auto.plan(loop)
         best = smallest_of_fastest({names[name]: ns for name, ns in known.items()}, candidates)
         listed = ", ".join(f"{name.replace('()', '')} {ns:.0f}" for name, ns in known.items())
+        of_all = f" of all {self.num_lanes} lanes" if self.num_lanes else ""
         choice = _Choice(
             repr(best),
-            f"measured in {time.perf_counter() - begun:.1f} s, nanoseconds for a step: {listed}",
+            f"measured in {time.perf_counter() - begun:.1f} s, nanoseconds for a step{of_all}: {listed}",
         )
         _remember(self.cache, key, choice)
         return plans[choice.chosen].because(choice.reason)
@@ -164,11 +172,11 @@ _process: dict[str, _Choice] = {}
 _agreed: dict[str, _Choice | None] = {}  # by several processes
 
 
-def _key(loop: LoopFacts, candidates: Iterable[str]) -> str:
+def _key(loop: LoopFacts, candidates: Iterable[str], num_lanes: int | None = None) -> str:
     """The loop, its types, the device and the versions as a name of a file."""
     device = jax.devices()[0]
     versions = jax.__version__, version("jaxlib"), version("loopax")
-    facts = loop.bound, loop.is_fixed, loop.bound_is_loose, loop.share, *candidates
+    facts = loop.bound, loop.is_fixed, loop.bound_is_loose, loop.share, num_lanes, *candidates
     assert loop._measuring is not None
     text = re.sub(r" at 0x[0-9a-f]+|<[^<>]*0x[0-9a-f]+[^<>]*>", "", loop._measuring.program())
     return sha256(repr((device.platform, device.device_kind, versions, facts, text)).encode()).hexdigest()[:32]

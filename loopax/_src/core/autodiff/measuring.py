@@ -62,17 +62,19 @@ def obstacle(loop: Loop) -> str:
     return ""
 
 
-def measured(given: Linearized, plans: Sequence[Plan], step: float, deadline: float) -> list[float | None]:
-    """The nanoseconds of a step by each plan, value and gradient together.
+def measured(
+    given: Linearized, plans: Sequence[Plan], step: float, deadline: float, num_lanes: int = 1
+) -> list[float | None]:
+    """The nanoseconds of a step of all lanes by each plan, value and gradient together.
 
     None for those that time was too short for, and for those that the device cannot run, such as for lack of memory.
-    `step` is how long a step is expected to take, in nanoseconds.
+    `step` is how long a step is expected to take, in nanoseconds. Lanes share the consts, and take the same steps.
     """
     end = time.perf_counter() + deadline
     shorter, num_steps = _shorter(given, step)
     calls: dict[int, Callable[[], Any]] = {}
     with jax.ensure_compile_time_eval():
-        arguments = _arguments(shorter, num_steps)
+        arguments, axes = _arguments(shorter, num_steps, num_lanes)
     # What is made up may well become NaN, and nobody is to hear of it.
     with jax.debug_nans(False), jax.debug_infs(False):
         for i, plan in enumerate(plans):
@@ -81,7 +83,9 @@ def measured(given: Linearized, plans: Sequence[Plan], step: float, deadline: fl
             with suppress(jax.errors.JaxRuntimeError):
                 # Traced as any program is: evaluated at once, zeros would be constants, to which nothing is added in
                 # place.
-                call = partial(jax.jit(_gradient(shorter, plan)).lower(*arguments).compile(), *arguments)
+                gradient = _gradient(shorter, plan)
+                function = gradient if num_lanes == 1 else jax.vmap(gradient, axes)
+                call = partial(jax.jit(function).lower(*arguments).compile(), *arguments)
                 jax.block_until_ready(call())
                 calls[i] = call
         best = _least_seconds(calls, end)
@@ -132,17 +136,23 @@ def _operands(loop: Loop) -> list[Any]:
     return [*consts, *carry, *(stacked(aval, loop.bound or 0) for aval in xs)]
 
 
-def _arguments(given: Linearized, num_steps: int) -> tuple[Any, ...]:
+def _arguments(given: Linearized, num_steps: int, num_lanes: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What the gradient is called with, and along which axes lanes lie: those of the carry, of xs, of cotangents."""
     loop, masks = given.loop, flatten(given.unknown)
-    values = list(map(_made_up, _operands(loop)))
-    for i, value in zip(loop.stops, NO_STOP, strict=False):
-        values[loop.num_consts + i] = jnp.int32(value)
+    stops = {loop.num_consts + i: jnp.int32(value) for i, value in zip(loop.stops, NO_STOP, strict=False)}
+    axes = [None if i < loop.num_consts or i in stops else 0 for i in range(len(masks))]
+    of_all = lambda aval, axis: aval if axis is None or num_lanes == 1 else stacked(aval, num_lanes)  # noqa: E731
+    values = [
+        stops[i] if i in stops else _made_up(of_all(aval, axis))
+        for i, (aval, axis) in enumerate(zip(_operands(loop), axes, strict=True))
+    ]
     ys = [stacked(aval, loop.bound or 0) for aval in loop.output_avals.ys]
     cts = [*select(given.outputs.carry, loop.output_avals.carry), *select(given.outputs.ys, ys)]
     low, high = jnp.int32(0), jnp.int32(num_steps)
     if loop.reverse and loop.bound:
         low, high = jnp.int32(loop.bound - num_steps), jnp.int32(loop.bound)
-    return low, high, reject(masks, values), [_made_up(aval.to_tangent_aval()) for aval in cts]
+    cotangents = [_made_up(of_all(aval, 0).to_tangent_aval()) for aval in cts]
+    return (low, high, reject(masks, values), cotangents), (None, None, reject(masks, axes), 0)
 
 
 def _made_up(aval: Any) -> Any:

@@ -159,11 +159,17 @@ def _program(body: ClosedJaxpr, unknown: Sequence[bool]) -> str:
 
 
 def _measure_plans(
-    loop: Loop, unknown: LoopInputs, split: Split, plans: Sequence[Plan], step: float, deadline: float
+    loop: Loop,
+    unknown: LoopInputs,
+    split: Split,
+    plans: Sequence[Plan],
+    step: float,
+    deadline: float,
+    num_lanes: int,
 ) -> list[float | None]:
     """Run the gradient as each plan stores it."""
     parts = split(loop, EveryCarry(), unknown)
-    return measured(Linearized(loop, parts.unknown, parts.unknown_outputs), plans, step, deadline)
+    return measured(Linearized(loop, parts.unknown, parts.unknown_outputs), plans, step, deadline, num_lanes)
 
 
 def _measure_step(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> StepFacts:

@@ -144,7 +144,8 @@ class ResidualFacts(NamedTuple):
 class Measuring(NamedTuple):
     """What `Tuned` may ask for: the times of a step by several plans, why there are none, and the loop as a text."""
 
-    times: Callable[[Sequence[Plan], float, float], list[float | None]]  # of plans, an estimate, a deadline
+    # Of plans, an estimate, a deadline, and a number of lanes.
+    times: Callable[[Sequence[Plan], float, float, int], list[float | None]]
     obstacle: Callable[[], str]
     program: Callable[[], str]
 
