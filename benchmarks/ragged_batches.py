@@ -42,6 +42,11 @@ class Batch:
         return of_lanes
 
     @property
+    def num_lanes(self) -> int:
+        """How many lanes it has."""
+        return len(jax.tree.leaves(self.own)[0])
+
+    @property
     def arguments(self) -> tuple[Any, ...]:
         """Of these functions."""
         return (self.shared, *self.own)
