@@ -145,7 +145,7 @@ def stages() -> list[Group]:
             ]
             if body == "MLP 16-64-64-16":
                 targets.append(Target("time", COMPACT, VMAPPED, bound))
-            found.append(Group(f"Stages: {body}, {name} counts, forward", cases, targets, rounds=5))
+            found.append(Group(f"Stages: {body}, {name} counts, forward", cases, targets, rounds=15))
     return found
 
 
