@@ -260,6 +260,20 @@ def test_lanes_outside_of_the_gradient_are_measured_together(measured_calls, num
         assert shapes == {(8, 8), (*lanes, 8), (*lanes, 20, 3)}
 
 
+@pytest.mark.parametrize("library", ["while_loop", "fori_loop"])
+def test_lanes_that_end_by_themselves_are_measured_with_masks(measured_calls, library):
+    def loss(n, x):
+        if library == "fori_loop":
+            return lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=20, kind=lx.Tuned(num_lanes=5)).sum()
+        step = lambda c: (c[0] + 1, jnp.sin(c[1]))
+        return lx.while_loop(lambda c: c[0] < n, step, (0, x), max_steps=20, kind=lx.Tuned(num_lanes=5))[1].sum()
+
+    with pytest.warns(UserWarning, match="none of the candidates"):
+        jax.make_jaxpr(jax.vmap(jax.grad(loss, 1)))(jnp.arange(5), jnp.ones((5, 8)))
+    assert measured_calls
+    assert all(re.search(r"s32\[5\]\S* parameter", call.func.as_text()) for call in measured_calls)
+
+
 def test_a_choice_for_other_lanes_is_another(timed):
     for num_lanes in (None, 5, 6, 5):
         timed.fastest = "residuals" if num_lanes == 5 else "checkpointed"

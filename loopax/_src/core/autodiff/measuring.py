@@ -35,7 +35,8 @@ from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun, m
 
 ROUNDS, ENOUGH = 7, 0.15  # how often each program is called, and for how many seconds in all
 INNER_STEPS = 8  # of an inner loop whose length is not known: made-up numbers may never end it
-SECONDS_PER_CALL, LEAST_STEPS, MOST_STEPS = 0.05, 16, 100_000
+SECONDS_PER_CALL = 0.25  # fewer steps may fit in a cache where all steps do not
+LEAST_STEPS, MOST_STEPS = 16, 100_000
 
 
 class Linearized(NamedTuple):
@@ -68,7 +69,7 @@ def measured(
     """The nanoseconds of a step of all lanes by each plan, value and gradient together.
 
     None for those that time was too short for, and for those that the device cannot run, such as for lack of memory.
-    `step` is how long a step is expected to take, in nanoseconds. Lanes share the consts, and take the same steps.
+    `step` is how long a step is expected to take, in nanoseconds. Lanes share the consts, and take as many steps.
     """
     end = time.perf_counter() + deadline
     shorter, num_steps = _shorter(given, step)
@@ -152,7 +153,10 @@ def _arguments(given: Linearized, num_steps: int, num_lanes: int) -> tuple[tuple
     if loop.reverse and loop.bound:
         low, high = jnp.int32(loop.bound - num_steps), jnp.int32(loop.bound)
     cotangents = [_made_up(of_all(aval, 0).to_tangent_aval()) for aval in cts]
-    return (low, high, reject(masks, values), cotangents), (None, None, reject(masks, axes), 0)
+    if loop.is_fixed or num_lanes == 1:
+        return (low, high, reject(masks, values), cotangents), (None, None, reject(masks, axes), 0)
+    # Each lane ends by itself, so steps are masked.
+    return (low, jnp.full(num_lanes, high), reject(masks, values), cotangents), (None, 0, reject(masks, axes), 0)
 
 
 def _made_up(aval: Any) -> Any:
