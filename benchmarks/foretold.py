@@ -32,6 +32,7 @@ KINDS: dict[str, lx.Kind] = {"Residuals": lx.Residuals(), "Bounded": lx.Bounded(
 ROUNDS = 15
 FITTED, UNSEEN = range(400), range(500, 600)  # random programs
 BUDGETS = 256 * 2**20, 4 * 2**20
+ROOM = 2**34  # bytes, for each kind of all lanes
 WAYS = "lockstep", "compact", "sequential"
 ORDERS = "gradient of lanes", "lanes of gradients"
 
@@ -249,7 +250,8 @@ def of_num_lanes() -> list[dict[str, Any]]:
     found = []
     for name, make in BATCHES.items():
         batch = make()
-        told = {"Auto": lx.Auto(num_lanes=batch.num_lanes), "Tuned": lx.Tuned(num_lanes=batch.num_lanes)}
+        options = {"num_lanes": batch.num_lanes, "memory": ROOM}  # all kinds fit
+        told = {"Auto": lx.Auto(**options), "Tuned": lx.Tuned(**options)}
         of = lambda kind, b=batch: b.gradient("lanes of gradients", kind=kind, lanes="lockstep")
         cases = [Case(kind, of(how), batch.arguments) for kind, how in (KINDS | told).items()]
         ms = {kind: one.milliseconds for kind, one in measure(cases, ROUNDS).items()}
