@@ -250,8 +250,10 @@ def of_num_lanes() -> list[dict[str, Any]]:
     found = []
     for name, make in BATCHES.items():
         batch = make()
-        options = {"num_lanes": batch.num_lanes, "memory": ROOM}  # all kinds fit
-        told = {"Auto": lx.Auto(**options), "Tuned": lx.Tuned(**options)}
+        told = {  # all kinds fit
+            "Auto": lx.Auto(ROOM, batch.num_lanes),
+            "Tuned": lx.Tuned(ROOM, num_lanes=batch.num_lanes),
+        }
         of = lambda kind, b=batch: b.gradient("lanes of gradients", kind=kind, lanes="lockstep")
         cases = [Case(kind, of(how), batch.arguments) for kind, how in (KINDS | told).items()]
         ms = {kind: one.milliseconds for kind, one in measure(cases, ROUNDS).items()}
