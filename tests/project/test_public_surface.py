@@ -89,7 +89,7 @@ loopax:
   Truncated(last=, window=)
     in_words(kind)
     run(call)
-  Tuned(memory=, cache=)
+  Tuned(memory=, cache=, num_lanes=)
     plan(loop)
   compare(fn, *args, kinds=, argnums=, rounds=, cache=)
   cond(pred, true_fun, false_fun, *operands, operand=, lanes=)
