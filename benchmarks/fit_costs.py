@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from benchmarks import foretold
-from loopax._src.settings import Costs, Settings, context
+from loopax._src.settings import Calibration, Costs, Settings, context
 
 TIMES = Path(__file__).parent / "kinds-two-cores.json"
 START = Costs()
@@ -40,14 +40,14 @@ def kinds_of(program: foretold.Program, ms: dict[str, dict[str, float]]) -> Kind
         return None
 
     def costs_with(constants: Costs) -> np.ndarray:
-        context().set_global(Settings(costs=constants))
+        context().set_global(Settings(calibration=Calibration(costs=constants)))
         found = foretold.foretold(program)
         return np.array([found[name] for name in foretold.KINDS])
 
     at_start = costs_with(START)
     larger = [START._replace(**{name: 1.5 * value}) for name, value in START._asdict().items()]
     slopes = np.stack([(costs_with(c) - at_start) / (0.5 * v) for c, v in zip(larger, START, strict=True)], axis=1)
-    context().set_global(Settings(costs=START))
+    context().set_global(Settings(calibration=Calibration(costs=START)))
     measured = np.array([ms[name]["ms"] for name in foretold.KINDS])
     is_random, is_ragged = program.name.startswith("drawn"), program.name.startswith("ragged")
     weight = 1.0 if is_random else LIKE_SCANS

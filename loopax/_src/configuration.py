@@ -9,7 +9,7 @@ from typing import Any
 from loopax._src import settings
 from loopax._src.jax_internals import api_boundary, for_all_threads
 from loopax._src.pytrees.static import Why, positive_int
-from loopax._src.settings import Costs
+from loopax._src.settings import CALIBRATIONS, OF_PLATFORM, Calibration, Costs
 
 VARIABLE = "LOOPAX_CALIBRATION"
 _AGAIN = "Write it again: python -m loopax calibrate FILE."
@@ -36,9 +36,11 @@ class configure:  # noqa: N801 - called as a function
         The bytes that the gradient of one loop of kind `Auto()` may store. The default is 256 MiB on every device.
         `Auto(memory=...)` says it for one loop.
     calibration
-        The path of a file with the times of operations, which `python -m loopax calibrate FILE` has measured on a
-        machine. None: the constants that come with loopax, for the CPU on which it was developed. The environment
-        variable LOOPAX_CALIBRATION names a file that is used from the start.
+        What operations cost. `"cpu"`: as fitted on two cores of a server. `"h100"`, `"tpu-v5e"`: estimates from what
+        the makers publish. Or the path of a file that `python -m loopax calibrate FILE` has written on your machine.
+        None: that of the device for which a program is traced, which is `jax.default_device` or else the default
+        backend; a GPU counts as an H100. The environment variable LOOPAX_CALIBRATION gives one that is used from the
+        start.
 
     Raises
     ------
@@ -71,7 +73,7 @@ class configure:  # noqa: N801 - called as a function
                 memory=positive_int("configure(memory=...)", memory, "bytes", _MEMORY)
             )
         if calibration is not _AS_IT_IS:
-            self._settings = self._settings._replace(costs=Costs() if calibration is None else read(calibration))
+            self._settings = self._settings._replace(calibration=calibration and named(calibration))
         for_all_threads(settings.context()).set_global(self._settings)
 
     def __enter__(self) -> None:
@@ -88,21 +90,32 @@ class configure:  # noqa: N801 - called as a function
 
 
 def use_environment() -> None:
-    """Use the file that the environment names."""
-    if file := os.environ.get(VARIABLE):
+    """Use what the environment names."""
+    if name := os.environ.get(VARIABLE):
         try:
-            settings.default = settings.default._replace(costs=read(file))
+            settings.default = settings.default._replace(calibration=named(name))
         except (OSError, ValueError) as error:
             error.add_note(f"The file is named by the variable {VARIABLE} of the environment.")
             raise
 
 
-def read(file: str | os.PathLike[str]) -> Costs:
-    """The constants in a file."""
+def named(calibration: str | os.PathLike[str]) -> Calibration:
+    """One that comes with loopax, or is read from a file."""
+    return CALIBRATIONS.get(str(calibration)) or read(calibration)
+
+
+def read(file: str | os.PathLike[str]) -> Calibration:
+    """What a file says."""
     try:
-        found = dict(json.loads(Path(file).read_text())["nanoseconds"])
+        content = json.loads(Path(file).read_text())
+        found, of_platform = dict(content["nanoseconds"]), OF_PLATFORM[content["platform"]]
+    except FileNotFoundError as error:
+        error.add_note(f"Calibrations that come with loopax: {', '.join(CALIBRATIONS)}.")
+        raise
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a calibration: it holds no nanoseconds of operations. {_AGAIN}") from error
+        raise ValueError(
+            f"{file} is not a calibration: it holds no nanoseconds of operations on a platform. {_AGAIN}"
+        ) from error
     if set(found) != set(Costs._fields):
         names = f"Got {sorted(found)}, expected {sorted(Costs._fields)}."
         raise ValueError(f"{file} is a calibration of other operations. {names} {_AGAIN}")
@@ -110,12 +123,13 @@ def read(file: str | os.PathLike[str]) -> Costs:
     wrong = {name: x for name, x in found.items() if not (is_number[name] and 0 < x < float("inf"))}
     if wrong:
         raise ValueError(f"{file} is not a calibration. Got {wrong}, expected positive numbers. {_AGAIN}")
-    return Costs(**found)
+    return of_platform._replace(costs=Costs(**found))
 
 
 def write(file: str | os.PathLike[str], constants: Costs, machine: str) -> None:
     """A file for `configure`."""
-    Path(file).write_text(json.dumps({"machine": machine, "nanoseconds": constants._asdict()}, indent=2) + "\n")
+    content = {"machine": machine, "platform": settings.platform(), "nanoseconds": constants._asdict()}
+    Path(file).write_text(json.dumps(content, indent=2) + "\n")
 
 
 use_environment()

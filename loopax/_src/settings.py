@@ -10,18 +10,11 @@ import jax
 
 DEFAULT_MEMORY = 256 * 2**20  # bytes
 
-# The constants of a machine, from which `core/jaxpr/cost.py` tells what a step costs.
-#
-# Nothing is measured unless a user asks for it (`python -m loopax calibrate`). The constants that hold until then
-# were fitted on a CPU (docs/benchmark.md). On a GPU all but the last two are a thousand times as small, and their
-# ratios similar.
-
-NEAR_BYTES = 3 * 2**18  # in the cache of one core
-CACHE_BYTES = 24 * 2**20
+# The constants of a device, from which `core/jaxpr/cost.py` tells what a step costs.
 
 
 class Costs(NamedTuple):
-    """In nanoseconds."""
+    """In nanoseconds: of a CPU, for which they were fitted (docs/benchmark.md)."""
 
     near_byte: float = 0.025  # stored and read again, if all that is stored fits in the cache of a core
     cached_byte: float = 0.17  # if it fits in a cache
@@ -36,18 +29,71 @@ class Costs(NamedTuple):
     call: float = 200.0  # an operation that is not fused with others, on top of its arithmetic
     step: float = 100.0  # of a loop, on top of its body
 
+
+class Calibration(NamedTuple):
+    """What is known of a device."""
+
+    platform: str = "cpu"  # or "gpu" or "tpu": how XLA compiles for it
+    costs: Costs = Costs()
+    near_bytes: int = 3 * 2**18  # in the cache of one core
+    cache_bytes: int = 24 * 2**20
+
     def storing(self, num_bytes: float, in_all: float) -> float:
         """Storing so many bytes per step and reading them again, if there are so many in all."""
-        if in_all <= NEAR_BYTES:
-            return num_bytes * self.near_byte
-        return num_bytes * (self.cached_byte if in_all <= CACHE_BYTES else self.memory_byte)
+        if in_all <= self.near_bytes:
+            return num_bytes * self.costs.near_byte
+        return num_bytes * (self.costs.cached_byte if in_all <= self.cache_bytes else self.costs.memory_byte)
+
+
+# Estimates from what the makers publish (docs/accelerators.md); nobody has measured them.
+
+H100 = Calibration(
+    "gpu",
+    Costs(
+        near_byte=0.0004,  # a byte written and one read, at the 5.5 TB/s of its second cache
+        cached_byte=0.0004,
+        memory_byte=0.0006,  # at 3.35 TB/s
+        product=0.000004,  # TF32 at half of its 495 Tflop/s
+        convolution=0.000004,
+        elementwise=0.0006,  # an element of 4 bytes in and out of a kernel, for four operations in it
+        function=0.0006,
+        narrow_function=1e-9,
+        slow_function=0.002,
+        comparison=0.005,
+        call=2500.0,  # a kernel
+        step=2500.0,
+    ),
+    near_bytes=50 * 2**20,
+    cache_bytes=50 * 2**20,
+)
+TPU_V5E = Calibration(
+    "tpu",
+    Costs(
+        near_byte=0.0025,  # a byte written and one read, at 819 GB/s
+        cached_byte=0.0025,
+        memory_byte=0.0025,
+        product=0.00001,  # bfloat16 at half of its 197 Tflop/s
+        convolution=0.00001,
+        elementwise=0.0025,
+        function=0.0025,
+        narrow_function=1e-9,
+        slow_function=0.01,
+        comparison=0.02,
+        call=1000.0,
+        step=1000.0,
+    ),
+    near_bytes=0,
+    cache_bytes=0,
+)
+CALIBRATIONS = {"cpu": Calibration(), "h100": H100, "tpu-v5e": TPU_V5E}
+OF_PLATFORM = {"cpu": CALIBRATIONS["cpu"], "gpu": H100, "tpu": TPU_V5E}
 
 
 class Settings(NamedTuple):
     """What is set by `loopax.configure`."""
 
     memory: int = DEFAULT_MEMORY  # of `Auto()`
-    costs: Costs = Costs()
+    calibration: Calibration | None = None  # None: that of the platform
 
 
 # What holds from the start: `loopax._src.configuration` replaces it by what the environment says.
@@ -69,6 +115,18 @@ def settings() -> Settings:
     return context().value if context.cache_info().currsize else default
 
 
+def calibration() -> Calibration:
+    """What is known of the device for which a program is traced here."""
+    return settings().calibration or OF_PLATFORM[platform()]
+
+
 def costs() -> Costs:
     """The constants that are in use here."""
-    return settings().costs
+    return calibration().costs
+
+
+def platform() -> str:
+    """Where JAX puts what is computed: "cpu", "gpu" or "tpu". It is a part of the key of each trace."""
+    device = jax.config.jax_default_device
+    name = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return name if name in OF_PLATFORM else "gpu"  # such as "cuda"

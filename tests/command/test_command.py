@@ -256,7 +256,7 @@ def test_memory_that_is_none():
 
 
 def broken(product):
-    return json.dumps({"nanoseconds": Costs()._asdict() | {"product": product}})
+    return json.dumps({"platform": "cpu", "nanoseconds": Costs()._asdict() | {"product": product}})
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,12 @@ def broken(product):
     [
         ("no json", "is not a calibration: it holds no nanoseconds"),
         ('{"nanoseconds": 3}', "is not a calibration: it holds no nanoseconds"),
-        ('{"nanoseconds": {"product": 1}}', r"of other operations. Got \['product'\], expected \['cached_byte'"),
+        ('{"nanoseconds": {"product": 1}}', "holds no nanoseconds of operations on a platform"),
+        ('{"platform": "npu", "nanoseconds": {}}', "holds no nanoseconds of operations on a platform"),
+        (
+            '{"platform": "cpu", "nanoseconds": {"product": 1}}',
+            r"of other operations. Got \['product'\], expected \['cached_byte'",
+        ),
         *((broken(x), f"Got {{'product': {x!r}}}, expected positive numbers") for x in (-1.0, "1", float("inf"))),
     ],
 )
@@ -282,7 +287,7 @@ def test_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "default", settings.default)
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(written(tmp_path, call=7.0)))
     configuration.use_environment()
-    assert settings.default.costs.call == 7.0
+    assert settings.default.calibration.costs.call == 7.0
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(tmp_path / "other.json"))
     with pytest.raises(FileNotFoundError) as found:
         configuration.use_environment()

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from loopax._src.jax_internals import spec_of, to_device, vary_like
+from loopax._src.settings import calibration
 
 Finite = Literal[True, "nan"]  # what breaks a loop: NaN and infinities, or NaN alone
 
@@ -64,7 +65,7 @@ def first_broken(x: Any, allowed: Any, finite: Finite, written: Sequence[Any] | 
     # To look at each element takes XLA's CPU backend long, so that it is worth to know first that all are finite. A
     # condition takes a GPU longer than that, unless it saves to look at all of a large array.
     parts = [x] if written is None else written
-    is_slow = is_large(jax.typeof(x)) and jax.default_backend() == "cpu" and not any(spec_of(jax.typeof(x)))
+    is_slow = is_large(jax.typeof(x)) and calibration().platform == "cpu" and not any(spec_of(jax.typeof(x)))
     if not is_slow and written is None:
         return first()
     may_be = _may_be_broken if is_slow else lambda part, finite: jnp.any(broken(part, finite))

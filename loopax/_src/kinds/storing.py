@@ -9,7 +9,7 @@ from loopax._src.core.ir.plan import DEFAULT_SLOTS, Blocks, BlocksThenResiduals
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.static import Why, positive_int
 from loopax._src.schedule.blocks import LastSteps, block_size, last_steps
-from loopax._src.settings import costs
+from loopax._src.settings import calibration
 
 # `Lax`: the loop as `jax.lax` has it.
 
@@ -55,7 +55,7 @@ def _storing(loop: LoopFacts, row_bytes: float, rows: int) -> float:
     """The time in which a row is stored and read again, of so many rows."""
     # What the other loops store that share the memory goes through the same caches: groups of lanes, or lanes alone.
     row_bytes *= loop.lanes
-    return costs().storing(row_bytes, rows * row_bytes * loop.lanes_apart / loop.share)
+    return calibration().storing(row_bytes, rows * row_bytes * loop.lanes_apart / loop.share)
 
 
 def _cost_of_rows(loop: LoopFacts, row_bytes: int, derivative: float) -> Cost | None:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-import jax
-
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, group_sizes, stages
 from loopax._src.core.jaxpr.cost import StepCost, step_cost
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.jax_internals import ClosedJaxpr
-from loopax._src.settings import costs
+from loopax._src.settings import calibration
 
 LAST_LANE = 0.58  # the limit of 1 + 1/2 + ... + 1/n - log(n): mean numbers of steps that the last lane takes alone
 _FORWARD_AND_BACK = 3  # times of a step forward
@@ -116,7 +114,7 @@ def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int) ->
     found: dict[Lanes, float] = {Lockstep(): until[-1] * (together + cost.of_batch / lanes)}
     if len(sizes) > 1 and not cost.is_cheap:
         found[Compact()] = in_stages
-    alone_is_fast = jax.default_backend() == "cpu"  # one lane keeps a core busy
+    alone_is_fast = calibration().platform == "cpu"  # one lane keeps a core busy
     is_spread = not cost.of_batch and lanes > cost.most_on_one_core
     alone = cost.alone + _adding(adds, 1)
     if alone_is_fast and not is_spread and alone < in_stages:
@@ -126,7 +124,7 @@ def estimates(how: AutoLanes, body: ClosedJaxpr, num_consts: int, lanes: int) ->
 
 def _adding(num_bytes: int, lanes: int) -> float:
     """Adding to so many bytes of each of these lanes, beside a step forward. It is a part of a step back and forth."""
-    return costs().storing(num_bytes, lanes * num_bytes) / _FORWARD_AND_BACK
+    return calibration().storing(num_bytes, lanes * num_bytes) / _FORWARD_AND_BACK
 
 
 def _time_until(left: int, lanes: int, counts: Sequence[float] | None) -> float:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, code_of_call, no_choice, positive_int, refuse_arrays, refuse_tracers
+from loopax._src.settings import calibration
 
 # Lanes that keep a device busy: those of a CPU are measured (docs/benchmark.md), the other is a guess. A group walks
 # forward and back; a stage walks forward only, and is worth it with fewer lanes.
@@ -258,7 +258,7 @@ def stages(
     """
     sizes = _sizes(compact, lanes, shrink)
     found = _one_after_another(sizes)
-    if places is None or compact.shrink is not None or jax.default_backend() != "cpu":
+    if places is None or compact.shrink is not None or calibration().platform != "cpu":
         return found
     fewest = fewest_lanes(compact, CPU_STAGE)
     for index, size in enumerate(sizes):
@@ -308,7 +308,7 @@ def fewest_lanes(compact: Compact, on_cpu: int) -> int:
     """The fewest lanes in a group or a stage; `on_cpu`: if the user has not said, on a CPU."""
     if compact.min_lanes is not None:
         return compact.min_lanes
-    return on_cpu if jax.default_backend() == "cpu" else OTHER_LANES
+    return on_cpu if calibration().platform == "cpu" else OTHER_LANES
 
 
 LanesLike = Lanes | Literal["lockstep", "compact", "sequential", "auto", "free"]

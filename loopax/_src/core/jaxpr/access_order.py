@@ -17,11 +17,10 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-import jax
-
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.util import bind_again, evaluate, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, equations_in, inner_jaxprs, map_programs
+from loopax._src.settings import calibration
 
 # A smaller array is copied within the time of an operation.
 _MIN_ELEMENTS = 2048
@@ -56,7 +55,7 @@ def reading_first(body: ClosedJaxpr, first: int) -> ClosedJaxpr:
     It is the same body where all reads come before the writes as it is, and on a GPU or a TPU: compiled for an H100,
     programs have as many copies with this order as without it.
     """
-    return _reading_first(body, first) or body if jax.default_backend() == "cpu" else body
+    return _reading_first(body, first) or body if calibration().platform == "cpu" else body
 
 
 @weakly_cached

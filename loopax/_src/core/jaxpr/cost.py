@@ -10,13 +10,11 @@ from math import log2, prod
 from sys import maxsize
 from typing import Any, NamedTuple
 
-import jax
-
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.dependence import always_ends, computed, dependence, step_limits
 from loopax._src.core.jaxpr.util import num_bytes, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs
-from loopax._src.settings import costs
+from loopax._src.settings import calibration, costs
 
 # Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic
@@ -65,7 +63,7 @@ def _evaluation(eqns: Sequence[Any], lanes: int, in_function: bool, least: float
 
 def is_function(step: ClosedJaxpr, lanes: int = 1) -> bool:
     """Whether a loop of this step is compiled for a CPU as one function."""
-    return jax.default_backend() == "cpu" and _can_be_function(step, lanes)
+    return calibration().platform == "cpu" and _can_be_function(step, lanes)
 
 
 @weakly_cached
