@@ -73,7 +73,7 @@ class configure:  # noqa: N801 - called as a function
                 memory=positive_int("configure(memory=...)", memory, "bytes", _MEMORY)
             )
         if calibration is not _AS_IT_IS:
-            self._settings = self._settings._replace(calibration=calibration and named(calibration))
+            self._settings = self._settings._replace(calibration=None if calibration is None else named(calibration))
         for_all_threads(settings.context()).set_global(self._settings)
 
     def __enter__(self) -> None:
@@ -113,9 +113,8 @@ def read(file: str | os.PathLike[str]) -> Calibration:
         error.add_note(f"Calibrations that come with loopax: {', '.join(CALIBRATIONS)}.")
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{file} is not a calibration: it holds no nanoseconds of operations on a platform. {_AGAIN}"
-        ) from error
+        what = "it holds no nanoseconds of operations on a platform"
+        raise ValueError(f"{file} is not a calibration: {what}. {_AGAIN}") from error
     if set(found) != set(Costs._fields):
         names = f"Got {sorted(found)}, expected {sorted(Costs._fields)}."
         raise ValueError(f"{file} is a calibration of other operations. {names} {_AGAIN}")

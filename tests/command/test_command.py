@@ -20,7 +20,7 @@ from loopax._command import calibrate as probes
 from loopax._command import demo as volley
 from loopax._command.table import show_table
 from loopax._src import configuration, settings
-from loopax._src.settings import DEFAULT_MEMORY, Costs, costs
+from loopax._src.settings import CALIBRATIONS, DEFAULT_MEMORY, Costs, costs
 from tests.support.example_files import precision_of_a_user
 
 IMPORTED = """
@@ -291,7 +291,11 @@ def test_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(tmp_path / "other.json"))
     with pytest.raises(FileNotFoundError) as found:
         configuration.use_environment()
-    assert "LOOPAX_CALIBRATION" in found.value.__notes__[0]
+    assert "h100" in found.value.__notes__[0]
+    assert "LOOPAX_CALIBRATION" in found.value.__notes__[1]
+    monkeypatch.setenv("LOOPAX_CALIBRATION", "tpu-v5e")
+    configuration.use_environment()
+    assert settings.default.calibration == CALIBRATIONS["tpu-v5e"]
 
 
 @pytest.mark.slow  # a process of its own
