@@ -2,15 +2,19 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from unittest import mock
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # by several processes: there is no device that they would share
 
 import jax
 import numpy as np
+from jax._src.interpreters.mlir import ModuleContext
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -75,13 +79,33 @@ class Compiled(NamedTuple):
 def compiled(target: Target, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> Compiled:
     """The program of a function for one device, or for a mesh of them on which each argument lies whole."""
     place = SingleDeviceSharding(devices(target.name)[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
-    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=place), arguments)
+    avals = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=place), arguments
+    )
     start = time.perf_counter()
-    with lx.configure(calibration=target.name):
-        program = jax.jit(function).lower(*avals).compile()
+    with _as_on(target):
+        lowered = jax.jit(function).lower(*avals)
+    if target.platform == "gpu":  # which looks callbacks up when it runs
+        lowered._lowering.compile_args["host_callbacks"] = []
+    program = lowered.compile()
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     return Compiled(program.as_text() or "", getattr(memory, "temp_size_in_bytes", 0), seconds)
+
+
+@contextmanager
+def _as_on(target: Target) -> Iterator[None]:
+    """Trace and lower as on a machine that has this device.
+
+    A callback asks the client of a device to make an object for it. The client of the CPU does it as well.
+    """
+    client = jax.devices("cpu")[0].client
+    with (
+        lx.configure(calibration=target.name),
+        mock.patch.object(jax, "default_backend", lambda: target.platform),
+        mock.patch.object(ModuleContext, "get_backend", lambda self, optional=False: client),
+    ):
+        yield
 
 
 def mesh_of(target: Target, name: str = "devices") -> Mesh:

@@ -1,7 +1,7 @@
 """What is compiled for each device: every kind, way to run lanes, loop and derivative of loopax, on small arrays.
 
 Checks at run time are callbacks to the host, which a compiler without a device refuses. So loops are written with
-`throw=False`.
+``.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ def nested_of(**options: Any) -> Loss:
 
     def loss(h: Array, w: Array) -> Array:
         inner = lambda i, h: lx.while_loop(
-            lambda c: c[0] < 2 + (c[1][0] > 0), lambda c: (c[0] + 1, step(c[1], w)), (0, h), max_steps=4, throw=False
+            lambda c: c[0] < 2 + (c[1][0] > 0), lambda c: (c[0] + 1, step(c[1], w)), (0, h), max_steps=4
         )[1]
         middle = lambda h, x: (lx.fori_loop(0, 3, inner, h, **options) + x, None)
         return lx.scan(middle, h, jnp.linspace(0.0, 1.0, 5), **options)[0].sum()
@@ -136,7 +136,7 @@ def implicit(h: Array, w: Array) -> Array:
     derivative = lx.Implicit(unsolved="nan")
     contraction = lambda h: 0.1 * step(h, w) + 0.1
     moves = lambda c: jnp.abs(c[0] - c[1]).sum() > 1e-5
-    fixed = lx.while_loop(moves, lambda c: (contraction(c[0]), c[0]), (h, h + 1), derivative=derivative, throw=False)
+    fixed = lx.while_loop(moves, lambda c: (contraction(c[0]), c[0]), (h, h + 1), derivative=derivative)
     return fixed[0].sum()
 
 
@@ -145,7 +145,9 @@ def rewritten(h: Array, w: Array) -> Array:
 
     def program(h: Array, w: Array) -> Array:
         h = lax.while_loop(lambda h: (h * h).sum() > 0.1, lambda h: 0.9 * step(h, w), h)
-        return lax.scan(lambda h, x: (lax.cond(x > 0.5, jnp.sin, lambda h: step(h, w), h), None), h, jnp.ones(3))[0].sum()
+        return lax.scan(lambda h, x: (lax.cond(x > 0.5, jnp.sin, lambda h: step(h, w), h), None), h, jnp.ones(3))[
+            0
+        ].sum()
 
     return lx.rewrite_loops(program, conds=True)(h, w)
 
@@ -154,16 +156,16 @@ LOSSES: dict[str, Loss] = {
     "scan": scan_of(),
     "scan, reverse": scan_of(reverse=True),
     "fori_loop": fori_of(),
-    "while_loop": while_of(throw=False),
-    "while_loop, max_steps": while_of(max_steps=STEPS, throw=False),
+    "while_loop": while_of(),
+    "while_loop, max_steps": while_of(max_steps=STEPS),
     **{f"scan, {kind!r}": scan_of(kind=kind) for kind in (lx.Residuals(), lx.Bounded(), lx.Checkpointed(), lx.Lax())},
     "scan, Checkpointed(4)": scan_of(kind=lx.Checkpointed(4)),
     "scan, Checkpointed(12)": scan_of(kind=lx.Checkpointed(12)),
-    "while_loop, Checkpointed(4)": while_of(kind=lx.Checkpointed(4), throw=False),
-    "while_loop, Residuals()": while_of(kind="residuals", max_steps=STEPS, throw=False),
-    "while_loop, Bounded()": while_of(kind="bounded", max_steps=STEPS, throw=False),
+    "while_loop, Checkpointed(4)": while_of(kind=lx.Checkpointed(4)),
+    "while_loop, Residuals()": while_of(kind="residuals", max_steps=STEPS),
+    "while_loop, Bounded()": while_of(kind="bounded", max_steps=STEPS),
     "scan, unroll": scan_of(unroll=4),
-    "scan, finite": scan_of(finite=True, throw=False),
+    "scan, finite": scan_of(finite=True),
     "scan, Truncated(last=5)": scan_of(derivative=lx.Truncated(last=5)),
     "scan, Truncated(window=5)": scan_of(derivative=lx.Truncated(window=5)),
     "nested": nested_of(),
@@ -178,7 +180,7 @@ LOSSES: dict[str, Loss] = {
     "rewrite_loops": rewritten,
 }
 LANES_OF = {
-    f"while_loop, lanes={lanes}, {kind}": while_of(lanes=lanes, kind=kind, max_steps=bound, throw=False)
+    f"while_loop, lanes={lanes}, {kind}": while_of(lanes=lanes, kind=kind, max_steps=bound)
     for lanes in ("lockstep", "compact", "sequential", "auto")
     for kind, bound in (("auto", STEPS), ("checkpointed", None))
 }
@@ -196,13 +198,13 @@ _NO_REVERSE = {"while_loop, lanes=free"}
 
 def free(h: Array, w: Array) -> Array:
     """A loop in a loop whose lanes do not wait for each other."""
-    inner = lambda h: lx.while_loop(lambda h: (h * h).sum() > 0.1, lambda h: 0.9 * step(h, w), h, throw=False)
+    inner = lambda h: lx.while_loop(lambda h: (h * h).sum() > 0.1, lambda h: 0.9 * step(h, w), h)
     return lx.fori_loop(0, 3, lambda i, h: inner(h) + 1.0, h, lanes="free").sum()
 
 
 def lanes_map(h: Array, w: Array) -> Array:
     """Items that take the lanes of those that are done."""
-    return lx.lanes_map(lambda h: while_of(throw=False)(h, w), h, num_lanes=8)
+    return lx.lanes_map(lambda h: while_of()(h, w), h, num_lanes=8)
 
 
 def trace_estimate(h: Array, w: Array) -> Array:
@@ -213,7 +215,7 @@ def trace_estimate(h: Array, w: Array) -> Array:
 
 def over_devices(mesh: Mesh, h: Array, w: Array) -> Any:
     """Lanes on four devices."""
-    loss = while_of(lanes="compact", max_steps=STEPS, throw=False)
+    loss = while_of(lanes="compact", max_steps=STEPS)
     return lx.sharded_lanes(loss, mesh, "devices", in_axes=(0, None))(h, w)
 
 

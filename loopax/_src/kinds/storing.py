@@ -219,7 +219,10 @@ class Checkpointed(Kind):
         residuals = f"{loop.residuals.stored_bytes} bytes of residuals"
         if last.recorded == loop.bound:
             return EveryResidual(f"{residuals} for each step fit in {self.checkpoints} carries")
-        return BlocksThenResiduals(Blocks(last.block, loop.residuals.stored_bytes), last.recorded, otherwise=plan)
+        assert loop.bound is not None
+        are_even = (loop.bound - last.recorded) % last.block == 0
+        blocks = Blocks(last.block, loop.residuals.stored_bytes, are_even)
+        return BlocksThenResiduals(blocks, last.recorded, otherwise=plan)
 
     def _last_steps(self, loop: LoopFacts) -> LastSteps | None:
         """How to store residuals of the last steps on the way forward; None: there is no room, or it does not pay."""
@@ -253,5 +256,5 @@ class Checkpointed(Kind):
             return self.checkpoints
         if loop.bound is None:
             return DEFAULT_SLOTS
-        size = block_size(loop.bound, loop.step.carry_bytes)
+        size = block_size(loop.bound, loop.step.carry_bytes, loop.is_fixed)
         return loop.bound if size == 1 else -(-loop.bound // size) + size

@@ -11,14 +11,22 @@ from loopax._src.schedule.binomial import Action
 SMALL_LOOP_BYTES = 512
 # Blocks may be shorter than sqrt(N) for the sake of such loops as long as the kept carries stay below:
 SMALL_STORE_BYTES = 8 * 1024
+# Blocks of equal size are loops whose lengths a compiler knows, and which a GPU runs without a look from the host. For
+# them, so many times as many carries are stored, or steps evaluated again.
+FOR_EVEN_BLOCKS = 1.05
 
 
-def block_size(bound: int, carry_bytes: int) -> int:
+def block_size(bound: int, carry_bytes: int, is_fixed: bool = False) -> int:
     """The number of steps in a block, for at most `bound` steps and a carry of `carry_bytes` bytes.
 
     About sqrt(bound): then two levels store the fewest carries (one for each block, and those of one block), about
-    2 sqrt(bound). Tiny carries have shorter blocks.
+    2 sqrt(bound). Tiny carries have shorter blocks. `is_fixed`: there are always `bound` steps.
     """
+    size = _block_size(bound, carry_bytes)
+    return _even(bound, size, bound) if is_fixed else size
+
+
+def _block_size(bound: int, carry_bytes: int) -> int:
     balanced = isqrt(max(bound - 1, 0)) + 1
     quick = max(SMALL_LOOP_BYTES // max(carry_bytes, 1), 1)
     if quick < balanced and carry_bytes * -(-bound // quick) <= SMALL_STORE_BYTES:
@@ -26,13 +34,24 @@ def block_size(bound: int, carry_bytes: int) -> int:
     return balanced
 
 
-def shortest_block(bound: int, checkpoints: int) -> int | None:
-    """The fewest steps in a block for which two levels store at most `checkpoints` carries; None: these are too few.
+def _even(bound: int, size: int, checkpoints: int) -> int:
+    """A block that divides the bound, if one is about as good as this; else this. It stores at most so many carries."""
+    most = min(FOR_EVEN_BLOCKS * (-(-bound // size) + size), checkpoints)
+    recomputed = bound - bound / size
+    sizes = [s for s in range(2, 2 * size) if bound % s == 0 and bound // s + s <= most]
+    sizes = [s for s in sizes if bound - bound / s <= FOR_EVEN_BLOCKS * recomputed]
+    return min(sizes, key=lambda s: abs(s - size), default=size)
 
-    A shorter block recomputes fewer steps: all steps of a block but the last are recomputed.
+
+def shortest_block(bound: int, checkpoints: int) -> int | None:
+    """The size of a block for which two levels store at most `checkpoints` carries; None: these are too few.
+
+    The shortest, or one that divides the bound and is about as good. A shorter block recomputes fewer steps: all steps
+    of a block but the last are recomputed.
     """
     sizes = (size for size in range(2, isqrt(bound) + 2) if -(-bound // size) + size <= checkpoints)
-    return next(sizes, None)
+    size = next(sizes, None)
+    return size and _even(bound, size, checkpoints)
 
 
 class LastSteps(NamedTuple):

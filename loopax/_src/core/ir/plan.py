@@ -165,12 +165,12 @@ class Checkpoints(Plan):
         if bound is None:
             return Slots(self.checkpoints or DEFAULT_SLOTS, length_known)
         if self.checkpoints is None:
-            size = block_size(bound, carry_bytes)
-            return Blocks(size) if size > 1 else None
+            size = block_size(bound, carry_bytes, self.always_to_bound)
+            return Blocks(size, are_even=self.always_to_bound and bound % size == 0) if size > 1 else None
         if self.checkpoints >= bound:
             return None
         size = shortest_block(bound, self.checkpoints) if self.always_to_bound else None
-        return Blocks(size) if size else Slots(self.checkpoints, length_known)
+        return Blocks(size, are_even=bound % size == 0) if size else Slots(self.checkpoints, length_known)
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,7 @@ class Blocks(Saving):
 
     size: int  # steps in a block
     record_bytes: int = field(default=0, repr=False)  # as in `Saving`
+    are_even: bool = field(default=False, repr=False)  # no block has fewer steps: there are none, or as many as bound
     _name: ClassVar[str] = "Checkpointed()"
 
     def rows(self, bound: int | None) -> int:

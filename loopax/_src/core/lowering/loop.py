@@ -59,6 +59,9 @@ def run_saving(
         remain = walk.distance(saver.state.position, end) > 0
         return remain & saver.state.carry[0] if loop.predicated else remain
 
+    if isinstance(saving, Blocks) and saving.are_even and walk.watch is None:
+        return _run_even_blocks(saving.size, loop, walk, steps, state, end, room)
+
     # Before: a row whose carry is to be saved. After: the carry is saved, and the loop has walked to the next such row.
     def stretch(saver: Saver) -> Saver:
         state, saved, checkpoint_rows, _ = saver
@@ -81,6 +84,30 @@ def run_saving(
     state, saved, rows, _ = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
     state = state if walk.limited else _poisoned(state)
     return state, [*saved, start[None] if rows is None else rows]
+
+
+def _run_even_blocks(
+    size: int, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any, room: list[Any]
+) -> tuple[LoopState, list[Any]]:
+    """As `run_saving`, of blocks that all have so many steps: both loops have lengths that a compiler can know.
+
+    On a GPU, such loops need no look at their conditions from the host.
+    """
+    start = state.position
+    number = walk.distance(start, end) // size
+
+    def one_block(at: tuple[Any, LoopState, list[Any]]) -> tuple[Any, LoopState, list[Any]]:
+        block, state, saved = at
+        first = walk.advance(start, block * size)
+        saved = [write(buffer, block, value) for buffer, value in zip(saved, loop.saved_of(state.carry), strict=True)]
+        counted = RowLoop(reverse=False, unroll=walk.unroll)
+        within = steps._replace(ahead=walk, start=first)
+        state = counted.run(within, state._replace(position=jnp.int32(0)), jnp.int32(size))
+        return block + 1, state, saved
+
+    blocks = (jnp.int32(0), state, room)
+    _, state, saved = lax.while_loop(lambda at: at[0] < number, one_block, blocks)
+    return state._replace(position=walk.advance(start, number * size)), [*saved, start[None]]
 
 
 def _poisoned(state: LoopState) -> LoopState:

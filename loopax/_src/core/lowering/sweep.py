@@ -240,7 +240,7 @@ def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any],
 
     def one_block(at: TwoLevelState) -> TwoLevelState:
         start = track.row(at.block * size)
-        length = jnp.minimum(track.num_steps - at.block * size, size)
+        length = jnp.int32(size) if saving.are_even else jnp.minimum(track.num_steps - at.block * size, size)
         state = [read(s, at.block) for s in saved]
         # Evaluate the steps of the block again, into `stored`; the last state needs no step after it.
         replay = bodies.replay_steps(track.ahead, start, written=lambda position: position)

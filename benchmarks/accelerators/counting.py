@@ -1,0 +1,102 @@
+"""What a compiled program shows: the kernels of a step, the trip counts that the compiler knows, and copies."""
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+# Instructions that compute nothing, and start no kernel.
+FREE = {
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+    "while",
+}
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\) -> .*? \{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$", re.MULTILINE)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str  # operands and attributes
+
+    def called(self, what: str) -> list[str]:
+        """The computations in an attribute."""
+        found = re.search(rf"\b{what}=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", self.rest)
+        return re.findall(r"[\w.\-]+", found[1] or found[2]) if found else []
+
+    @property
+    def bytes(self) -> int:
+        """Of all results."""
+        arrays = _ARRAY.findall(self.shape)
+        return sum(BYTES.get(dtype, 0) * prod(map(int, filter(None, shape.split(",")))) for dtype, shape in arrays)
+
+
+class While(NamedTuple):
+    """A loop of a program."""
+
+    body: str
+    kernels: int  # of a step, without loops in it, with the condition
+    trips: int | None  # None: the compiler does not know it
+    copies: tuple[int, ...]  # bytes of each array that a step copies
+    inside: str  # the body of the loop around it; empty: none
+
+
+def loops(text: str) -> list[While]:
+    """The loops of a program, outer ones first."""
+    computations = {name: list(_instructions(block)) for _, name, block in _COMPUTATION.findall(text)}
+    (entry,) = (name for is_entry, name, _ in _COMPUTATION.findall(text) if is_entry)
+    return list(_loops(computations, entry, ""))
+
+
+def _instructions(block: str) -> Iterator[Instruction]:
+    for found in _INSTRUCTION.finditer(block):
+        yield Instruction(*found.groups())
+
+
+Computations = dict[str, list[Instruction]]
+
+
+def _loops(computations: Computations, name: str, inside: str) -> Iterator[While]:
+    for one in _flat(computations, name):
+        if one.opcode == "while":
+            (condition,), (body,) = one.called("condition"), one.called("body")
+            trips = _TRIPS.search(one.rest)
+            run = [*_flat(computations, body), *_flat(computations, condition)]
+            yield While(
+                body,
+                sum(_is_kernel(step) for step in run),
+                int(trips[1]) if trips else None,
+                tuple(step.bytes for step in run if step.opcode == "copy"),
+                inside,
+            )
+            yield from _loops(computations, body, body)
+
+
+def _flat(computations: Computations, name: str) -> Iterator[Instruction]:
+    """The instructions of a computation and of those that it calls; of a choice, of all branches."""
+    for one in computations[name]:
+        yield one
+        for what in ("to_apply", "calls") if one.opcode in ("call", "async-start") else ():
+            for called in one.called(what):
+                yield from _flat(computations, called)
+        for what in ("branch_computations", "true_computation", "false_computation"):
+            for called in one.called(what) if one.opcode == "conditional" else ():
+                yield from _flat(computations, called)
+
+
+def _is_kernel(one: Instruction) -> bool:
+    return one.opcode not in FREE and one.opcode not in ("call", "async-start", "async-done", "copy-done")
