@@ -59,9 +59,6 @@ def run_saving(
         remain = walk.distance(saver.state.position, end) > 0
         return remain & saver.state.carry[0] if loop.predicated else remain
 
-    if isinstance(saving, Blocks) and saving.are_even and walk.watch is None:
-        return _run_even_blocks(saving.size, loop, walk, steps, state, end, room)
-
     # Before: a row whose carry is to be saved. After: the carry is saved, and the loop has walked to the next such row.
     def stretch(saver: Saver) -> Saver:
         state, saved, checkpoint_rows, _ = saver
@@ -87,13 +84,13 @@ def run_saving(
 
 
 def _run_even_blocks(
-    size: int, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any, room: list[Any]
+    saving: Blocks, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any, room: list[Any]
 ) -> tuple[LoopState, list[Any]]:
-    """As `run_saving`, of blocks that all have so many steps: both loops have lengths that a compiler can know.
+    """As `run_saving`, of blocks that have as many steps: both loops have lengths that a compiler can know.
 
-    On a GPU, such loops need no look at their conditions from the host.
+    A GPU runs such loops without a look at their conditions from the host.
     """
-    start = state.position
+    start, size = state.position, saving.size
     number = walk.distance(start, end) // size
 
     def one_block(at: tuple[Any, LoopState, list[Any]]) -> tuple[Any, LoopState, list[Any]]:
@@ -240,7 +237,9 @@ def _walk(
         state = state._replace(due=due if is_first is True else jnp.where(is_first, due, never))
     end = low - 1 if loop.reverse else high
     if loop.saving:
-        state, saved = run_saving(loop.saving, loop, walk, steps, state, end, room.saved)
+        is_even = isinstance(loop.saving, Blocks) and loop.saving.are_even and walk.watch is None
+        run_saved: Callable[..., Any] = _run_even_blocks if is_even else run_saving
+        state, saved = run_saved(loop.saving, loop, walk, steps, state, end, room.saved)
     elif loop.bound == 1:
         run = walk.run_and_discard if loop.may_discard else walk.run_at_most_once
         state, saved = run(steps, state, end), []
