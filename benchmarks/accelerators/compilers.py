@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from unittest import mock
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
@@ -102,8 +102,8 @@ def _as_on(target: Target) -> Iterator[None]:
     client = jax.devices("cpu")[0].client
     with (
         lx.configure(calibration=target.name),
-        mock.patch.object(jax, "default_backend", lambda: target.platform),
-        mock.patch.object(ModuleContext, "get_backend", lambda self, optional=False: client),
+        mock.patch.object(jax, "default_backend", return_value=target.platform),
+        mock.patch.object(ModuleContext, "get_backend", return_value=client),
     ):
         yield
 

@@ -191,9 +191,8 @@ ORDERS: dict[str, Callable[[Loss], Callable[..., Any]]] = {
     "gradient of a batch": lambda f: jax.grad(lambda h, w: jax.vmap(f, (0, None))(h, w).sum(), (0, 1)),
     "batch of gradients": lambda f: jax.vmap(jax.grad(f, (0, 1)), (0, None)),
     "tangent": lambda f: lambda h, w: jax.jvp(f, (h, w), (h, w)),
-    "Hessian": lambda f: jax.hessian(f),
+    "Hessian": jax.hessian,
 }
-_NO_REVERSE = {"while_loop, lanes=free"}
 
 
 def free(h: Array, w: Array) -> Array:
@@ -234,7 +233,7 @@ def programs() -> Iterator[Program]:
     """All."""
     w = 0.1 * jax.random.normal(jax.random.key(1), (UNITS, UNITS))
     one, batch = jnp.linspace(0.5, 1.0, UNITS), jnp.linspace(0.5, 1.0, LANES * UNITS).reshape(LANES, UNITS)
-    of = lambda order: (batch if "batch" in order else one, w)  # noqa: E731
+    of = lambda order: (batch if "batch" in order else one, w)
     quick = {"gradient"}
     for name, loss in LOSSES.items():
         for order, make in ORDERS.items():
