@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three workers on two cores: some tests wait for processes that they start.
 PYTEST := -m pytest -n 3 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 clients clients-lowest clients-newest peers-quick faults fuzz kill-test test-all lint types bench docs map pictures dist test-dist clean
+.PHONY: demo test test-slow test-lowest test-newest test-python3.13 test-python3.14 clients clients-lowest clients-newest accelerators peers-quick faults fuzz kill-test test-all lint types bench docs map pictures dist test-dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/japanese_vowels.py
@@ -32,6 +32,10 @@ test-slow: $(VENV)/.installed
 # The same as in `make test` on one of the other versions. Flags of JAX can be set: JAX_REMAT3=1 make test-newest.
 test-lowest test-newest test-python3.13 test-python3.14: test-%: .envs/%/.installed
 	.envs/$*/bin/python $(PYTEST) -m "not slow"
+
+# Compile what loopax does for an H100 and for a TPU, without either: ten minutes. ALL=1 for the whole table.
+accelerators: .envs/accelerators/.installed
+	JAX_PLATFORMS=cpu .envs/accelerators/bin/python -m pytest -n 2 --dist worksteal -p no:cacheprovider benchmarks/accelerators
 
 # All versions of Python and JAX, and JAX's flags that are to become defaults: three hours.
 test-all: $(VENV)/.installed
@@ -122,6 +126,9 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 
 .envs/clients-newest/.installed: requirements-clients-newest.lock pyproject.toml
 	$(call install,$(PYTHON312),.envs/clients-newest,$<)
+
+.envs/accelerators/.installed: requirements-accelerators.lock pyproject.toml
+	$(call install,$(PYTHON312),.envs/accelerators,$<)
 
 .envs/python3.13/.installed: requirements-newest.lock pyproject.toml
 	$(call install,$(PYTHON313),.envs/python3.13,$<)

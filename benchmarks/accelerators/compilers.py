@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import loopax as lx
+from benchmarks.accelerators.iterations import numbered
 
 # The properties of an H100 80GB SXM that XLA asks for: NVIDIA's "H100 Tensor Core GPU Architecture", and the CUDA
 # programming guide for compute capability 9.0.
@@ -82,8 +84,9 @@ def compiled(target: Target, function: Callable[..., Any], *arguments: Any, mesh
     avals = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=place), arguments
     )
+    jax.clear_caches()
     start = time.perf_counter()
-    with _as_on(target):
+    with _as_on(target), numbered():
         lowered = jax.jit(function).lower(*avals)
     if target.platform == "gpu":  # which looks callbacks up when it runs
         lowered._lowering.compile_args["host_callbacks"] = []
@@ -91,6 +94,16 @@ def compiled(target: Target, function: Callable[..., Any], *arguments: Any, mesh
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     return Compiled(program.as_text() or "", getattr(memory, "temp_size_in_bytes", 0), seconds)
+
+
+def steps_taken(target: Target, function: Callable[..., Any], *arguments: Any) -> Counter[int]:
+    """How many steps the loops of the program take, by their numbers."""
+    taken = Counter[int]()
+    jax.clear_caches()
+    with _as_on(target), numbered(taken):
+        jax.block_until_ready(jax.jit(function)(*arguments))
+    jax.effects_barrier()
+    return taken
 
 
 @contextmanager

@@ -1,15 +1,19 @@
 """What a compiled program shows: the kernels of a step, the trip counts that the compiler knows, and copies."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
+
+from benchmarks.accelerators.iterations import number_of
 
 # Instructions that compute nothing, and start no kernel.
 FREE = {
     "after-all",
+    "async-done",
     "bitcast",
     "constant",
+    "copy-done",
     "get-tuple-element",
     "opt-barrier",
     "parameter",
@@ -19,9 +23,11 @@ FREE = {
     "while",
 }
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+BRANCHES = "branch_computations", "true_computation", "false_computation"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\) -> .*? \{$(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$", re.MULTILINE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -53,6 +59,7 @@ class While(NamedTuple):
     trips: int | None  # None: the compiler does not know it
     copies: tuple[int, ...]  # bytes of each array that a step copies
     inside: str  # the body of the loop around it; empty: none
+    number: int | None  # as in `iterations.py`
 
 
 def loops(text: str) -> list[While]:
@@ -78,10 +85,11 @@ def _loops(computations: Computations, name: str, inside: str) -> Iterator[While
             run = [*_flat(computations, body), *_flat(computations, condition)]
             yield While(
                 body,
-                sum(_is_kernel(step) for step in run),
+                _kernels(computations, body) + _kernels(computations, condition),
                 int(trips[1]) if trips else None,
                 tuple(step.bytes for step in run if step.opcode == "copy"),
                 inside,
+                number_of(name for step in run for name in _OP_NAME.findall(step.rest)),
             )
             yield from _loops(computations, body, body)
 
@@ -93,10 +101,33 @@ def _flat(computations: Computations, name: str) -> Iterator[Instruction]:
         for what in ("to_apply", "calls") if one.opcode in ("call", "async-start") else ():
             for called in one.called(what):
                 yield from _flat(computations, called)
-        for what in ("branch_computations", "true_computation", "false_computation"):
+        for what in BRANCHES:
             for called in one.called(what) if one.opcode == "conditional" else ():
                 yield from _flat(computations, called)
 
 
-def _is_kernel(one: Instruction) -> bool:
-    return one.opcode not in FREE and one.opcode not in ("call", "async-start", "async-done", "copy-done")
+def _kernels(computations: Computations, name: str) -> int:
+    """Those of a computation without the loops in it; of a choice, those of its largest branch."""
+    total = 0
+    for one in computations[name]:
+        if one.opcode == "conditional":
+            total += 1 + max(_kernels(computations, branch) for what in BRANCHES for branch in one.called(what))
+        elif one.opcode in ("call", "async-start"):
+            total += sum(_kernels(computations, inner) for what in ("to_apply", "calls") for inner in one.called(what))
+        else:
+            total += one.opcode not in FREE
+    return total
+
+
+def kernels_started(found: Sequence[While], taken: Mapping[int, int]) -> int | None:
+    """Those of all steps of all loops, of which numbered ones have taken so many; None: it is not known of each."""
+    steps, total = {"": 1}, 0
+    for one in found:
+        known = taken.get(one.number, 0) if one.number is not None else None
+        if known is None and one.trips is not None:
+            known = one.trips * steps[one.inside]
+        if known is None:
+            return None
+        steps[one.body] = known
+        total += known * one.kernels
+    return total

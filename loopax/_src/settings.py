@@ -127,6 +127,6 @@ def costs() -> Costs:
 
 def platform() -> str:
     """Where JAX puts what is computed: "cpu", "gpu" or "tpu". It is a part of the key of each trace."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     name = jax.default_backend() if device is None else getattr(device, "platform", device)
     return name if name in OF_PLATFORM else "gpu"  # such as "cuda"

@@ -287,6 +287,7 @@ def test_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "default", settings.default)
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(written(tmp_path, call=7.0)))
     configuration.use_environment()
+    assert settings.default.calibration is not None
     assert settings.default.calibration.costs.call == 7.0
     monkeypatch.setenv("LOOPAX_CALIBRATION", str(tmp_path / "other.json"))
     with pytest.raises(FileNotFoundError) as found:
