@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -24,11 +25,9 @@ def numbered(taken: Counter[int] | None = None) -> Iterator[None]:
     def loop(cond_fun: Callable[..., Any], body_fun: Callable[..., Any], init_val: Any) -> Any:
         number = next(numbers)
 
-        counting = taken
-
         def body(val: Any) -> Any:
-            if counting is not None:
-                io_callback(lambda: counting.update([number]), None)
+            if taken is not None:
+                io_callback(partial(taken.update, [number]), None)
             with jax.named_scope(f"{_NAME}{number}"):
                 return body_fun(val)
 
