@@ -1,0 +1,124 @@
+"""Loops of `jax.lax`, of Equinox and of loopax side by side, as they are compiled for each device."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import loopax as lx
+from benchmarks.accelerators.compilers import Compiled, Target, compiled, steps_taken
+from benchmarks.accelerators.counting import While, kernels_started, loops
+
+LANES, UNITS, STEPS = 64, 64, 100
+CHECKPOINTS = 10
+
+
+def products(h: Array, w: Array) -> Array:
+    """Two products and a function."""
+    return jnp.tanh((h @ w) @ w)
+
+
+def elementwise(h: Array, w: Array) -> Array:
+    """A few functions of each number."""
+    return h + 0.01 * (jnp.sin(h) * w - h)
+
+
+BODIES: dict[str, tuple[Callable[..., Array], Array, Array]] = {
+    "two products and tanh": (products, jnp.ones((LANES, UNITS)), 1.05 * jnp.eye(UNITS)),
+    "elementwise": (elementwise, jnp.ones(4096), jnp.full(4096, 0.9)),
+}
+
+
+class Contender(NamedTuple):
+    """A loop of a library."""
+
+    program: str  # those of one program are compared
+    name: str
+    of: Callable[[Callable[..., Array]], Callable[..., Any]]  # a step -> function of a state and weights
+
+
+def _scan(scan: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def of(step: Callable[..., Array]) -> Callable[..., Any]:
+        def loss(h: Array, w: Array) -> Array:
+            xs = jnp.linspace(0.0, 1.0, STEPS)
+            h, ys = scan(lambda h, x: (step(h, w) + 0.01 * x, h.mean()), h, xs, **options)
+            return h.sum() + ys.sum()
+
+        return loss
+
+    return of
+
+
+def _while(while_loop: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """As many steps as there are, which no compiler knows: they follow from the state."""
+
+    def of(step: Callable[..., Array]) -> Callable[..., Any]:
+        goes_on = lambda c: c[0] < STEPS + 0 * c[1].sum()
+        take = lambda w: lambda c: (c[0] + 1.0, step(c[1], w))
+        return lambda h, w: while_loop(goes_on, take(w), (jnp.zeros(()), h), **options)[1].sum()
+
+    return of
+
+
+def _gradient(of: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda step: jax.grad(of(step), (0, 1))
+
+
+_EQUINOX = {"kind": "checkpointed", "checkpoints": CHECKPOINTS}
+CONTENDERS = [
+    Contender("scan", "lax", _scan(lax.scan)),
+    Contender("scan", "loopax", _scan(lx.scan)),
+    Contender("while_loop", "lax", _while(lambda *given: lax.while_loop(*given))),  # which is numbered later
+    Contender("while_loop", "loopax", _while(lx.while_loop)),
+    Contender("while_loop", "loopax, max_steps", _while(lx.while_loop, max_steps=2 * STEPS)),
+    Contender("gradient of a scan", "lax", _gradient(_scan(lax.scan))),
+    Contender("gradient of a scan", "loopax", _gradient(_scan(lx.scan))),
+    *(
+        Contender("gradient of a scan", f"loopax {kind!r}", _gradient(_scan(lx.scan, kind=kind)))
+        for kind in (lx.Residuals(), lx.Bounded(), lx.Checkpointed(), lx.Checkpointed(CHECKPOINTS))
+    ),
+    Contender("gradient of a scan", f"Equinox, {CHECKPOINTS} checkpoints", _gradient(_scan(eqxi.scan, **_EQUINOX))),
+    Contender("gradient of a while_loop", "loopax", _gradient(_while(lx.while_loop))),
+    Contender(
+        "gradient of a while_loop",
+        f"loopax {lx.Checkpointed(CHECKPOINTS)!r}",
+        _gradient(_while(lx.while_loop, kind=lx.Checkpointed(CHECKPOINTS))),
+    ),
+    Contender(
+        "gradient of a while_loop",
+        f"Equinox, {CHECKPOINTS} checkpoints",
+        _gradient(_while(eqxi.while_loop, **_EQUINOX)),
+    ),
+]
+
+
+class Counted(NamedTuple):
+    """What is counted of a program."""
+
+    program: Compiled
+    loops: list[While]
+    kernels: int | None  # of all steps of all loops
+
+    def row(self) -> dict[str, Any]:
+        """As a row of a table; a loop is its kernels, with its trips if the compiler knows them."""
+        shown = (f"{loop.kernels}" + ("" if loop.trips is None else f" x {loop.trips}") for loop in self.loops)
+        return {
+            "kernels of a step": ", ".join(shown),
+            "kernels in all": self.kernels,
+            "trip counts known": f"{sum(loop.trips is not None for loop in self.loops)} of {len(self.loops)}",
+            "copies in steps": max((max(loop.copies, default=0) for loop in self.loops), default=0),
+            "temporary bytes": self.program.temporary,
+            "seconds": round(self.program.seconds, 1),
+        }
+
+
+def counted(target: Target, contender: Contender, body: str) -> Counted:
+    """Compile and count."""
+    step, *arguments = BODIES[body]
+    function = contender.of(step)
+    program = compiled(target, function, *arguments)
+    found = loops(program.text)
+    return Counted(program, found, kernels_started(found, steps_taken(target, function, *arguments)))
