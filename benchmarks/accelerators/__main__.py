@@ -30,9 +30,7 @@ def page(versions: dict[str, str], found: dict[str, list[dict[str, Any]]]) -> st
     lines = [
         "# Counted on compiled programs",
         "",
-        "Written by `python -m benchmarks.accelerators`, with "
-        + ", ".join(f"{n} {v}" for n, v in versions.items())
-        + ".",
+        f"Written by `python -m benchmarks.accelerators`, with {', '.join(map(' '.join, versions.items()))}.",
         "A loop is shown as the kernels of a step, times its length if the compiler knows it.",
     ]
     for title, rows in found.items():
