@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import jax
@@ -207,6 +208,30 @@ def test_choices_follow_the_calibration(tmp_path):
         lx.configure(calibration=written(tmp_path, **changes))
         names.append(stored().kind)
     assert names == ["Residuals()", "Checkpointed()", "Residuals()"]
+
+
+def test_choices_follow_the_device(monkeypatch):
+    """Unless a calibration is set: `jax.default_device`, else the default backend. A GPU counts as an H100."""
+    assert settings.calibration() == CALIBRATIONS["cpu"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert settings.calibration() == CALIBRATIONS["tpu-v5e"]
+    for device in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(device):
+            assert settings.calibration() == CALIBRATIONS["cpu"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert settings.calibration() == CALIBRATIONS["h100"]
+    with lx.configure(calibration="tpu-v5e"):
+        assert settings.calibration() == CALIBRATIONS["tpu-v5e"]
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_results_do_not_depend_on_the_calibration(name):
+    x, n = jnp.linspace(0.1, 0.9, 40), jnp.arange(40, dtype=jnp.int32)
+    lane = lambda x, n: lx.fori_loop(0, n, lambda _, x: jnp.sin(x), x, max_steps=40, lanes="auto")
+    loss = jax.value_and_grad(lambda x: jax.vmap(lane)(x, n).sum())
+    expected = loss(x)
+    with lx.configure(calibration=name):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), loss(x), expected)
 
 
 def test_compiled_programs_are_traced_once_for_each_setting(tmp_path):

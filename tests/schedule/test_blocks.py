@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopax._src.schedule.blocks import SMALL_STORE_BYTES, block_size, last_steps, shortest_block, two_level
+from loopax._src.schedule.blocks import (
+    FOR_EVEN_BLOCKS,
+    SMALL_STORE_BYTES,
+    block_size,
+    last_steps,
+    shortest_block,
+    two_level,
+)
 from tests.support.schedule_machine import execute
 
 
@@ -25,6 +32,20 @@ def test_block_size_stores_two_square_roots_or_little(bound, carry_bytes):
     stored = ceil(bound / block) + block
     assert block >= 1
     assert stored <= 2 * (isqrt(bound) + 1) or ceil(bound / block) * carry_bytes <= SMALL_STORE_BYTES
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**4))
+def test_blocks_of_a_static_length_divide_it_if_that_costs_little(bound, carry_bytes):
+    size, even = block_size(bound, carry_bytes), block_size(bound, carry_bytes, is_fixed=True)
+    stored = lambda size: ceil(bound / size) + size
+    assert even == size or bound % even == 0
+    assert stored(even) <= FOR_EVEN_BLOCKS * stored(size)
+    assert 3 * bound - bound / even <= FOR_EVEN_BLOCKS * (3 * bound - bound / size)
+
+
+def test_usual_lengths_have_even_blocks():
+    lengths = (20, 50, 60, 100, 128, 200, 252, 300, 400, 500, 1000, 1024, 1500, 2000, 10_000)
+    assert all(bound % block_size(bound, carry, is_fixed=True) == 0 for bound in lengths for carry in (12, 64, 4096))
 
 
 def test_particular_numbers():

@@ -126,3 +126,34 @@ def test_the_same_body_under_every_kind():
     assert found["Bounded"] == {200}
     assert found["Checkpointed3"] == {binomial.evaluations(100, 3, records=True)}
     assert found["Checkpointed"] == {200}
+
+
+# ---- blocks of a static length
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_xla_knows_the_lengths_of_even_blocks(reverse):
+    """The loops over the steps of a block: forward, to recompute, and back. 101 steps make no even blocks."""
+
+    def known(length):
+        xs = jnp.linspace(0.0, 1.0, length)
+        loss = lambda h: lx.scan(lambda h, x: (jnp.sin(h) + x, h), h, xs, reverse=reverse, kind="checkpointed")[1].sum()
+        return jax.jit(jax.grad(loss)).lower(jnp.ones(64)).compile().as_text().count("known_trip_count")
+
+    assert known(100) >= 3
+    assert known(101) == 0
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [16, 20, 36])
+def test_gradients_of_even_blocks(length, reverse, unroll):
+    xs, h = jnp.linspace(0.0, 1.0, length), jnp.linspace(0.1, 0.9, 5)
+
+    def loss(h, xs, scan, **options):
+        h, ys = scan(lambda h, x: (jnp.sin(h) + x * h, h * x), h, xs, reverse=reverse, unroll=unroll, **options)
+        return (h.sum() + (ys * jnp.cos(ys)).sum()) ** 2
+
+    expected = jax.value_and_grad(loss, (0, 1))(h, xs, jax.lax.scan)
+    found = jax.value_and_grad(loss, (0, 1))(h, xs, lx.scan, kind="checkpointed")
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), found, expected)
