@@ -239,6 +239,8 @@ class Checkpointed(Kind):
         count, size, forward = self._carries(loop), loop.step.carry_bytes, _forward(loop)
         again = forward if size else 0.0  # from the carry before
         time = forward + again + loop.step.derivative + _storing(loop, size, count)
+        if loop.is_fixed and not self._is_even(loop):  # the other kinds are loops whose lengths XLA knows
+            time += 3 * calibration().look
         last = self._last_steps(loop)
         if last is not None and loop.bound:
             stored = _storing(loop, loop.residuals.stored_bytes, max(last.recorded, last.block))
@@ -249,6 +251,12 @@ class Checkpointed(Kind):
         """Return this kind if its carries fit into `memory` bytes, else one with as many checkpoints as fit."""
         size = loop.step.carry_bytes
         return self if self._carries(loop) * size <= memory else Checkpointed(memory // size)
+
+    def _is_even(self, loop: LoopFacts) -> bool:
+        """Whether all loops of the gradient have static lengths, where the loop has."""
+        carry = loop.step.carry_bytes
+        saving = self.plan(loop)._saving(bound=loop.bound, carry_bytes=carry, length_known=True, has_inverse=False)
+        return saving is None or (isinstance(saving, Blocks) and saving.are_even)
 
     def _carries(self, loop: LoopFacts) -> int:
         """How many are stored, at most."""

@@ -182,7 +182,8 @@ def _measure_step(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> 
     if inner and loop.bound is not None:
         again = evaluation(jaxi.replace_jaxpr(body, eqns=inner), lanes, in_function)
         time = max(time, _measure_residuals(loop, unknown, split, lanes).derivative + again)
-    return StepFacts(num_bytes(parts.states), evaluation(body, lanes, in_function), overhead(in_function), time)
+    step = evaluation(body, lanes, in_function)
+    return StepFacts(num_bytes(parts.states), step, overhead(in_function, loop.is_fixed), time)
 
 
 def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> ResidualFacts:
@@ -196,7 +197,7 @@ def _derivative(loop: Loop, parts: Any, lanes: int) -> float:
     linear, in_function = parts.linear.body, is_function(parts.known.body, lanes)
     adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)] if in_function or lanes > 1 else []
     in_function = in_function and lanes * max(map(jaxi.num_places, adding), default=0) <= jaxi.MOST_WRITES
-    time = evaluation(linear, lanes, in_function) + overhead(in_function)
+    time = evaluation(linear, lanes, in_function) + overhead(in_function, loop.is_fixed)
     if lanes > 1:  # each adds up a cotangent of its own for what lanes share, unless it adds to few places
         shared = [prod(aval.shape) for aval in select(parts.unknown.consts, loop.input_avals.consts)]
         read = {eqn.invars[0]: prod(eqn.invars[0].aval.shape) for eqn in adding}

@@ -71,9 +71,10 @@ def _can_be_function(step: ClosedJaxpr, lanes: int) -> bool:
     return num_bytes(step.in_avals) < maxsize and jaxi.can_be_function(step, inner_jaxprs, lanes)
 
 
-def overhead(in_function: bool) -> float:
+def overhead(in_function: bool, length_is_static: bool) -> float:
     """A step of a loop, on top of its body."""
-    return STEP_IN_FUNCTION if in_function else costs().step
+    look = 0.0 if length_is_static else calibration().look
+    return (STEP_IN_FUNCTION if in_function else costs().step) + look
 
 
 class StepCost(NamedTuple):
@@ -133,9 +134,11 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
             eqns.append(eqn)
     work, calls = _total(eqns, _operation), costs().call * _total(eqns, _runs_by_itself)
     in_function = is_function(body)
-    alone = _evaluation(eqns, 1, in_function) + overhead(in_function) + STEP_ALONE * costs().step
+    alone = _evaluation(eqns, 1, in_function) + overhead(in_function, True) + STEP_ALONE * costs().step
     widest = max((_size(v.aval.shape) for eqn in eqns for v in eqn.outvars), default=0)
-    return StepCost(work, CALL_OF_BATCH * calls, alone, widest)
+    here = calibration()
+    of_batch = CALL_OF_BATCH * calls if here.platform == "cpu" else calls + here.look
+    return StepCost(work, of_batch, alone, widest)
 
 
 def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float], of_step: float = 0.0) -> float:
