@@ -9,7 +9,7 @@ from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
 from loopax._src.core.ir.kind import LoopFacts, ResidualFacts, StepFacts
 from loopax._src.core.jaxpr.cost import arithmetic
 from loopax._src.jax_internals import one_function as one_function_of_cpu
-from loopax._src.settings import costs
+from loopax._src.settings import calibration, costs
 from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
 
 STEPS = 400
@@ -262,3 +262,26 @@ def test_where_the_choice_matters_in_a_large_batch_alone():
     assert isinstance(plan(lx.Auto(num_lanes=1)), EveryResidual)
     assert "1024" not in plan(lx.Auto(num_lanes=1)).reason
     assert isinstance(plan(lx.Auto(), 100_000), EveryResidual)  # some of these kinds take 100 microseconds more
+
+
+def test_a_gpu_asks_the_host_where_the_length_is_not_known():
+    """In each step: of loops whose length is a value, and of blocks that are not even."""
+
+    def facts(length):
+        told = Told()
+        jax.make_jaxpr(jax.grad(loop(layer, told, max_steps=500)))(STATE, length)
+        return told.facts.pop()
+
+    def of_static(length):
+        told = Told()
+        jax.make_jaxpr(jax.grad(lambda h: loop(layer, told)(h, length)))(STATE)
+        return told.facts.pop()
+
+    with lx.configure(calibration="h100"):
+        look = calibration().look
+        static, dynamic = of_static(400), facts(jnp.int32(400))
+        assert dynamic.step.overhead == pytest.approx(static.step.overhead + look)
+        assert dynamic.residuals.derivative == pytest.approx(static.residuals.derivative + look)
+        even, uneven = (lx.Checkpointed().cost(of_static(length)) for length in (400, 401))
+        assert uneven.time == pytest.approx(even.time + 3 * look, rel=1e-3)
+    assert facts(jnp.int32(400)).step.overhead == of_static(400).step.overhead  # a CPU asks nobody
