@@ -220,8 +220,7 @@ class Checkpointed(Kind):
         if last.recorded == loop.bound:
             return EveryResidual(f"{residuals} for each step fit in {self.checkpoints} carries")
         assert loop.bound is not None
-        are_even = (loop.bound - last.recorded) % last.block == 0
-        blocks = Blocks(last.block, loop.residuals.stored_bytes, are_even)
+        blocks = Blocks.of(last.block, loop.bound - last.recorded, True, loop.residuals.stored_bytes)
         return BlocksThenResiduals(blocks, last.recorded, otherwise=plan)
 
     def _last_steps(self, loop: LoopFacts) -> LastSteps | None:

@@ -166,11 +166,11 @@ class Checkpoints(Plan):
             return Slots(self.checkpoints or DEFAULT_SLOTS, length_known)
         if self.checkpoints is None:
             size = block_size(bound, carry_bytes, self.always_to_bound)
-            return Blocks(size, are_even=self.always_to_bound and bound % size == 0) if size > 1 else None
+            return Blocks.of(size, bound, self.always_to_bound) if size > 1 else None
         if self.checkpoints >= bound:
             return None
         size = shortest_block(bound, self.checkpoints) if self.always_to_bound else None
-        return Blocks(size, are_even=bound % size == 0) if size else Slots(self.checkpoints, length_known)
+        return Blocks.of(size, bound, True) if size else Slots(self.checkpoints, length_known)
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,11 @@ class Blocks(Saving):
     record_bytes: int = field(default=0, repr=False)  # as in `Saving`
     are_even: bool = field(default=False, repr=False)  # no block has fewer steps: there are none, or as many as bound
     _name: ClassVar[str] = "Checkpointed()"
+
+    @classmethod
+    def of(cls, size: int, bound: int, is_fixed: bool, record_bytes: int = 0) -> "Blocks":
+        """Of a loop that takes at most `bound` steps, or always as many. XLA would make no loop of a single block."""
+        return cls(size, record_bytes, is_fixed and size < bound and bound % size == 0)
 
     def rows(self, bound: int | None) -> int:
         """See `Saving.rows`."""
