@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loopax._src.schedule.binomial import evaluations, evaluations_from, forward, replay
-from loopax._src.schedule.online import Online, online, online_stored, store
+from loopax._src.schedule.online import Online, online, online_stored, start, store
 from tests.schedule.lengths import STEPS, each_number_of_slots, lengths
 from tests.support.schedule_machine import execute
 
@@ -71,3 +71,13 @@ def test_a_carry_is_stored_once_more_until_another_can_be_dropped():
     gaps = [3000 - 0, 4000 - 1000, later - 3000]
     limits = [comb(int(f) + int(state.repetitions) - 1, int(f)) for f in free[:3]]
     assert int(state.dropped) == max(k for k in (1, 2, 3) if gaps[k - 1] <= limits[k - 1])
+
+
+@each_number_of_slots(1)
+def test_it_stores_the_same_without_branches(slots):
+    """With r up to 4, on the way to which it raises r in a branch."""
+    stored, state, step = jax.jit(store, static_argnums=2), start(slots), 0
+    while step < min(STEPS, comb(slots + 4, 4)):
+        expected, found = (stored(state, np.int32(step), branches) for branches in (True, False))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        state, step = found[0], step + int(found[2])

@@ -13,6 +13,7 @@ one slot, cost about n / 32 evaluations.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -40,11 +41,12 @@ def start(slots: int) -> Online:
     return Online(jnp.full(slots, -1, jnp.int32), ids, jnp.zeros_like(one), jnp.ones(slots, jnp.int32), one, one)
 
 
-def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
+def store(state: Online, step: Any, branches: bool = True) -> tuple[Online, Any, Any]:
     """Store the carry before `step`, which is 0 in the first call.
 
     Returns the next state, the slot that takes the carry, and the number of steps to the next call. It may be 0: then
-    the same carry is to be stored once more, in the same slot.
+    the same carry is to be stored once more, in the same slot. Without `branches`, what a branch would compute is
+    computed in each call: for devices on which a branch costs more.
     """
     count = state.stored.size
     if count == 1:
@@ -69,7 +71,11 @@ def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
 
     # While slots are unused, r is 1, and so only these can be dropped: the second one, or the first if it is the last.
     raises = (soon == 0) & (stored[0] >= 0)
-    limits, dropped, length = lax.cond(raises, with_one_more, lambda: (state.limits, soon, stride))
+    otherwise = state.limits, soon, stride
+    if branches:
+        limits, dropped, length = lax.cond(raises, with_one_more, lambda: otherwise)
+    else:
+        limits, dropped, length = jax.tree.map(partial(jnp.where, raises), with_one_more(), otherwise)
     slots, repetitions = moved(state.slots, slot), repetitions + raises.astype(jnp.int32)
     return Online(stored, slots, dropped, limits, repetitions, stride), slot, length
 

@@ -18,6 +18,7 @@ from loopax._src.core.lane_effects import acts, guarded
 from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, read, write
 from loopax._src.core.masking import common_rows
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, unwritten, vary_like, where, zeros
+from loopax._src.settings import calibration
 
 # A loop that saves some of its carries: at the start of every block, in so many slots, or only the last one.
 
@@ -52,7 +53,8 @@ def run_saving(
             free = saving.count - used
             length, _, ahead = division.divided(jnp.maximum(remain, 2), free)
             return used, jnp.where(free == 1, remain, length), (used + 1, ahead)
-        plan, slot, length = schedule.store(saver.plan, walk.distance(start, saver.state.position))
+        branches = not calibration().look  # of which the host would be asked
+        plan, slot, length = schedule.store(saver.plan, walk.distance(start, saver.state.position), branches)
         return slot, length, plan
 
     def goes_on(saver: Saver) -> Any:
