@@ -31,8 +31,8 @@ def page(versions: dict[str, str], found: dict[str, list[dict[str, Any]]]) -> st
         "# Counted on compiled programs",
         "",
         f"Written by `python -m benchmarks.accelerators`, with {', '.join(map(' '.join, versions.items()))}.",
-        "A loop is shown as the kernels of a step, times its length if the compiler knows it. Seconds are those to trace",
-        "and to compile, on a machine that did other things, too: compare them within a table.",
+        "A loop is shown as the kernels of a step, times its length if the compiler knows it. Seconds are those to",
+        "trace and to compile, on a machine that did other things, too: compare them within a table.",
     ]
     for title, rows in found.items():
         lines += ["", f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
