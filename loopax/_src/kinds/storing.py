@@ -238,8 +238,9 @@ class Checkpointed(Kind):
         count, size, forward = self._carries(loop), loop.step.carry_bytes, _forward(loop)
         again = forward if size else 0.0  # from the carry before
         time = forward + again + loop.step.derivative + _storing(loop, size, count)
-        if loop.is_fixed and not self._is_even(loop):  # the other kinds are loops whose lengths XLA knows
-            time += 3 * calibration().look
+        look = calibration().look
+        if look and loop.is_fixed and not self._is_even(loop):  # the other kinds are loops whose lengths XLA knows
+            time += 3 * look
         last = self._last_steps(loop)
         if last is not None and loop.bound:
             stored = _storing(loop, loop.residuals.stored_bytes, max(last.recorded, last.block))
