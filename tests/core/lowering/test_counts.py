@@ -143,7 +143,7 @@ def test_xla_knows_the_lengths_of_even_blocks(reverse):
         return text.count("known_trip_count")
 
     assert known(100) >= 3
-    assert known(101) == 0
+    assert known(101) <= 1  # of the loop over blocks, with JAX 0.12
 
 
 @pytest.mark.parametrize("unroll", [1, 3])
