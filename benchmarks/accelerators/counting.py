@@ -23,7 +23,11 @@ FREE = {
     "while",
 }
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
-BRANCHES = "branch_computations", "true_computation", "false_computation"
+RUN_BY = {
+    "call": ("to_apply", "calls"),
+    "async-start": ("to_apply", "calls"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\) -> .*? \{$(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$", re.MULTILINE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -98,22 +102,24 @@ def _flat(computations: Computations, name: str) -> Iterator[Instruction]:
     """The instructions of a computation and of those that it calls; of a choice, of all branches."""
     for one in computations[name]:
         yield one
-        for what in ("to_apply", "calls") if one.opcode in ("call", "async-start") else ():
-            for called in one.called(what):
-                yield from _flat(computations, called)
-        for what in BRANCHES:
-            for called in one.called(what) if one.opcode == "conditional" else ():
-                yield from _flat(computations, called)
+        for called in _run_by(one):
+            yield from _flat(computations, called)
+
+
+def _run_by(one: Instruction) -> list[str]:
+    """The computations of a call, or the branches of a choice."""
+    return [called for what in RUN_BY.get(one.opcode, ()) for called in one.called(what)]
 
 
 def _kernels(computations: Computations, name: str) -> int:
     """Those of a computation without the loops in it; of a choice, those of its largest branch."""
     total = 0
     for one in computations[name]:
+        inner = [_kernels(computations, called) for called in _run_by(one)]
         if one.opcode == "conditional":
-            total += 1 + max(_kernels(computations, branch) for what in BRANCHES for branch in one.called(what))
-        elif one.opcode in ("call", "async-start"):
-            total += sum(_kernels(computations, inner) for what in ("to_apply", "calls") for inner in one.called(what))
+            total += 1 + max(inner)
+        elif one.opcode in RUN_BY:
+            total += sum(inner)
         else:
             total += one.opcode not in FREE
     return total
