@@ -12,7 +12,7 @@ import loopax as lx
 from benchmarks.accelerators.compilers import Compiled, Target, compiled, steps_taken
 from benchmarks.accelerators.counting import While, kernels_started, loops
 
-LANES, UNITS, STEPS = 64, 64, 100
+LANES, UNITS, STEPS = 64, 64, 200
 CHECKPOINTS = 10
 
 

@@ -147,6 +147,17 @@ class Steps(NamedTuple):
         found = [None if row is None else ahead.distance(self.start, row) + int(ahead.reverse) for row in rows]
         return found[::-1] if ahead.reverse else found
 
+    def of_opposites(self) -> "Steps":
+        """The same steps, where the opposites of positions are given."""
+        ahead, written, take = self.ahead or RowLoop(reverse=False), self.written, self.take
+        return Steps(
+            self.body,
+            lambda body, row, position, carry: take(body, row, -position, carry),
+            ahead._replace(reverse=not ahead.reverse),
+            jnp.int32(0) if self.start is None else self.start,
+            written and (lambda position: written(-position)),
+        )
+
 
 class Watch(NamedTuple):
     """How a running loop reports how far it is."""
@@ -216,6 +227,10 @@ class RowLoop(NamedTuple):
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
 
     def _run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+        if self.reverse:  # XLA knows the length of a loop that counts up, and not of one that counts down
+            up = self._replace(reverse=False)
+            state = up._run(steps.of_opposites(), state._replace(position=-state.position), -end)
+            return state._replace(position=-state.position)
         body = steps.body
         if body.outside is not None:
             # Two nested loops: fill constants for the active lanes, and take steps while these are the active lanes.
@@ -235,11 +250,8 @@ class RowLoop(NamedTuple):
         if body.common is not None:
             rows, common = body.common
             first, last = steps.limits(rows)
-            if self.reverse:
-                first, last = (None if limit is None else limit - 1 for limit in (last, first))
-            nearer = jnp.maximum if self.reverse else jnp.minimum
-            parts = [] if first is None else [(body, nearer(first, end))]
-            parts += [(common, end)] if last is None else [(common, nearer(last, end)), (body, end)]
+            parts = [] if first is None else [(body, jnp.minimum(first, end))]
+            parts += [(common, end)] if last is None else [(common, jnp.minimum(last, end)), (body, end)]
         for part, stop in parts:
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
                 state = lax.while_loop(self._enough(stop, size), self._several(steps, part, size), state)

@@ -229,7 +229,7 @@ def sweep_large(track: Track, bodies: Bodies, stack: BlockStack | SlotStack, pro
 class TwoLevelState(NamedTuple):
     """The state of a running reverse sweep."""
 
-    block: Any  # the number of the block whose turn it is
+    walked: Any  # how many blocks: XLA knows the length of a loop that counts up, and not of one that counts down
     stored: list[Any]  # room for what the steps of one block store
     progress: LoopState  # the backward walk
 
@@ -237,11 +237,13 @@ class TwoLevelState(NamedTuple):
 def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all blocks."""
     size = saving.size
+    number = (track.num_steps + (size - 1)) // size
 
     def one_block(at: TwoLevelState) -> TwoLevelState:
-        start = track.row(at.block * size)
-        length = jnp.int32(size) if saving.are_even else jnp.minimum(track.num_steps - at.block * size, size)
-        state = [read(s, at.block) for s in saved]
+        block = number - 1 - at.walked
+        start = track.row(block * size)
+        length = jnp.int32(size) if saving.are_even else jnp.minimum(track.num_steps - block * size, size)
+        state = [read(s, block) for s in saved]
         # Evaluate the steps of the block again, into `stored`; the last state needs no step after it.
         replay = bodies.replay_steps(track.ahead, start, written=lambda position: position)
         end = length if bodies.records else length - 1
@@ -258,15 +260,14 @@ def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any],
         # every fused operation, which decides whether a tiny loop is compiled as one function.
         steps, progress = Steps(bodies.backward, take, track.ahead, start), at.progress._replace(position=length - 1)
         progress = walk._replace(reverse=True).run(steps, progress, jnp.int32(-1))
-        return TwoLevelState(at.block - 1, stored, progress)
+        return TwoLevelState(at.walked + 1, stored, progress)
 
     # Where the loop is the first of two, the residuals of the other one are used up when its cotangents are there: the
     # blocks have their room (`core/autodiff/planning.py`).
     waits = [x for x in progress.carry if saving.record_bytes]
     stored = [unwritten_after(stacked(aval, size), waits) for aval in bodies.stored_avals]
-    last_block = (track.num_steps + (size - 1)) // size - 1
-    at = TwoLevelState(last_block, stored, progress)
-    return lax.while_loop(lambda at: at.block >= 0, one_block, at).progress
+    at = TwoLevelState(jnp.int32(0), stored, progress)
+    return lax.while_loop(lambda at: at.walked < number, one_block, at).progress
 
 
 def evaluate_sweep(low: Any, high: Any, checkpoint_rows: Any, *operands: Any, **params: Any) -> list[Any]:
