@@ -133,7 +133,10 @@ def test_the_same_body_under_every_kind():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_xla_knows_the_lengths_of_even_blocks(reverse):
-    """The loops over the steps of a block: forward, to recompute, and back. 101 steps make no even blocks."""
+    """The loops over the steps of a block: forward, to recompute, and back. 101 steps make no even blocks.
+
+    XLA tries up to 128 steps out where it does not know a length otherwise; here blocks have 200.
+    """
 
     def known(length):
         xs = jnp.linspace(0.0, 1.0, length)
@@ -142,7 +145,7 @@ def test_xla_knows_the_lengths_of_even_blocks(reverse):
         assert text is not None
         return text.count("known_trip_count")
 
-    assert known(100) >= 3
+    assert known(40_000) >= 3
     assert known(101) <= 1  # of the loop over blocks, with JAX 0.12
 
 
