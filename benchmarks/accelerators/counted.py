@@ -11,6 +11,7 @@ from jax import Array, lax
 import loopax as lx
 from benchmarks.accelerators.compilers import Compiled, Target, compiled, steps_taken
 from benchmarks.accelerators.counting import While, kernels_started, loops
+from benchmarks.accelerators.foretold import DEVICES, milliseconds
 
 LANES, UNITS, STEPS = 64, 64, 200
 CHECKPOINTS = 10
@@ -52,8 +53,8 @@ def _scan(scan: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return of
 
 
-def _while(while_loop: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """As many steps as there are, which no compiler knows: they follow from the state."""
+def while_loss(while_loop: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A step -> a loss of a state and weights, of as many steps as follow from the state: no compiler knows them."""
 
     def of(step: Callable[..., Array]) -> Callable[..., Any]:
         goes_on = lambda c: c[0] < STEPS + 0 * c[1].sum()
@@ -75,9 +76,9 @@ _EQUINOX = {"kind": "checkpointed", "checkpoints": CHECKPOINTS}
 CONTENDERS = [
     Contender("scan", "lax", _scan(lax.scan)),
     Contender("scan", "loopax", _scan(lx.scan)),
-    Contender("while_loop", "lax", _while(_lax_while_loop)),
-    Contender("while_loop", "loopax", _while(lx.while_loop)),
-    Contender("while_loop", "loopax, max_steps", _while(lx.while_loop, max_steps=2 * STEPS)),
+    Contender("while_loop", "lax", while_loss(_lax_while_loop)),
+    Contender("while_loop", "loopax", while_loss(lx.while_loop)),
+    Contender("while_loop", "loopax, max_steps", while_loss(lx.while_loop, max_steps=2 * STEPS)),
     Contender("gradient of a scan", "lax", _gradient(_scan(lax.scan))),
     Contender("gradient of a scan", "loopax", _gradient(_scan(lx.scan))),
     *(
@@ -85,16 +86,16 @@ CONTENDERS = [
         for kind in (lx.Residuals(), lx.Bounded(), lx.Checkpointed(), lx.Checkpointed(CHECKPOINTS))
     ),
     Contender("gradient of a scan", f"Equinox, {CHECKPOINTS} checkpoints", _gradient(_scan(eqxi.scan, **_EQUINOX))),
-    Contender("gradient of a while_loop", "loopax", _gradient(_while(lx.while_loop))),
+    Contender("gradient of a while_loop", "loopax", _gradient(while_loss(lx.while_loop))),
     Contender(
         "gradient of a while_loop",
         f"loopax {lx.Checkpointed(CHECKPOINTS)!r}",
-        _gradient(_while(lx.while_loop, kind=lx.Checkpointed(CHECKPOINTS))),
+        _gradient(while_loss(lx.while_loop, kind=lx.Checkpointed(CHECKPOINTS))),
     ),
     Contender(
         "gradient of a while_loop",
         f"Equinox, {CHECKPOINTS} checkpoints",
-        _gradient(_while(eqxi.while_loop, **_EQUINOX)),
+        _gradient(while_loss(eqxi.while_loop, **_EQUINOX)),
     ),
 ]
 
@@ -105,6 +106,7 @@ class Counted(NamedTuple):
     program: Compiled
     loops: list[While]
     kernels: int | None  # of all steps of all loops
+    milliseconds: float  # foretold
 
     def row(self) -> dict[str, Any]:
         """As a row of a table; a loop is its kernels, with its trips if the compiler knows them."""
@@ -112,6 +114,7 @@ class Counted(NamedTuple):
         return {
             "kernels of a step": ", ".join(shown),
             "kernels in all": self.kernels,
+            "foretold, ms": round(self.milliseconds, 2),
             "trip counts known": f"{sum(loop.trips is not None for loop in self.loops)} of {len(self.loops)}",
             "copies in steps": max((max(loop.copies, default=0) for loop in self.loops), default=0),
             "temporary bytes": self.program.temporary,
@@ -124,5 +127,6 @@ def counted(target: Target, contender: Contender, body: str) -> Counted:
     step, *arguments = BODIES[body]
     function = contender.of(step)
     program = compiled(target, function, *arguments)
-    found = loops(program.text)
-    return Counted(program, found, kernels_started(found, steps_taken(target, function, *arguments)))
+    found, taken = loops(program.text), steps_taken(target, function, *arguments)
+    time = milliseconds(program.text, DEVICES[target.name], taken)
+    return Counted(program, found, kernels_started(found, taken), time)

@@ -14,6 +14,7 @@ FREE = {
     "bitcast",
     "constant",
     "copy-done",
+    "fusion-done",
     "get-tuple-element",
     "opt-barrier",
     "parameter",
@@ -32,6 +33,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\) -> .*? \{$(.*?)^\}", 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$", re.MULTILINE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -47,6 +49,16 @@ class Instruction(NamedTuple):
         """The computations in an attribute."""
         found = re.search(rf"\b{what}=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", self.rest)
         return re.findall(r"[\w.\-]+", found[1] or found[2]) if found else []
+
+    @property
+    def operands(self) -> list[str]:
+        """Their names."""
+        return _OPERAND.findall(self.rest.partition(")")[0])
+
+    @property
+    def size(self) -> int:
+        """The numbers in all results."""
+        return sum(prod(map(int, filter(None, shape.split(",")))) for _, shape in _ARRAY.findall(self.shape))
 
     @property
     def bytes(self) -> int:
@@ -66,36 +78,43 @@ class While(NamedTuple):
     number: int | None  # as in `iterations.py`
 
 
+Computations = dict[str, list[Instruction]]
+
+
 def loops(text: str) -> list[While]:
     """The loops of a program, outer ones first."""
-    computations = {name: list(_instructions(block)) for _, name, block in _COMPUTATION.findall(text)}
-    (entry,) = (name for is_entry, name, _ in _COMPUTATION.findall(text) if is_entry)
+    computations, entry = computations_of(text)
     return list(_loops(computations, entry, ""))
 
 
-def _instructions(block: str) -> Iterator[Instruction]:
-    for found in _INSTRUCTION.finditer(block):
-        yield Instruction(*found.groups())
+def computations_of(text: str) -> tuple[Computations, str]:
+    """All of a program by their names, and the name of the one that is run."""
+    found = _COMPUTATION.findall(text)
+    (entry,) = (name for is_entry, name, _ in found if is_entry)
+    return {name: [Instruction(*one) for one in _INSTRUCTION.findall(block)] for _, name, block in found}, entry
 
 
-Computations = dict[str, list[Instruction]]
+def loop_of(computations: Computations, one: Instruction, inside: str) -> While:
+    """What is known of the loop that an instruction runs."""
+    (condition,), (body,) = one.called("condition"), one.called("body")
+    trips = _TRIPS.search(one.rest)
+    run = [*_flat(computations, body), *_flat(computations, condition)]
+    return While(
+        body,
+        _kernels(computations, body) + _kernels(computations, condition),
+        int(trips[1]) if trips else None,
+        tuple(step.bytes for step in run if step.opcode == "copy"),
+        inside,
+        number_of(name for step in run for name in _OP_NAME.findall(step.rest)),
+    )
 
 
 def _loops(computations: Computations, name: str, inside: str) -> Iterator[While]:
     for one in _flat(computations, name):
         if one.opcode == "while":
-            (condition,), (body,) = one.called("condition"), one.called("body")
-            trips = _TRIPS.search(one.rest)
-            run = [*_flat(computations, body), *_flat(computations, condition)]
-            yield While(
-                body,
-                _kernels(computations, body) + _kernels(computations, condition),
-                int(trips[1]) if trips else None,
-                tuple(step.bytes for step in run if step.opcode == "copy"),
-                inside,
-                number_of(name for step in run for name in _OP_NAME.findall(step.rest)),
-            )
-            yield from _loops(computations, body, body)
+            loop = loop_of(computations, one, inside)
+            yield loop
+            yield from _loops(computations, loop.body, loop.body)
 
 
 def _flat(computations: Computations, name: str) -> Iterator[Instruction]:

@@ -21,7 +21,7 @@ from loopax._src.core.ir.lanes import Lockstep, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome, loop_p
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.access_order import writes_rows
-from loopax._src.core.jaxpr.cost import evaluation, is_function, overhead
+from loopax._src.core.jaxpr.cost import evaluation, is_function, overhead, storing_arrays
 from loopax._src.core.jaxpr.util import flatten, num_bytes, select, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, adds_at_places, dce, equations_in, jaxpr_as_fun, keep_bits
 from loopax._src.settings import costs
@@ -175,7 +175,7 @@ def _measure_plans(
 def _measure_step(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> StepFacts:
     """Evaluate the loop partially with carries stored."""
     parts = split(loop, EveryCarry(), unknown)
-    body, time = parts.known.body, _derivative(loop, parts, lanes)
+    body, time = parts.known.body, _derivative(loop, parts, len(parts.states), lanes)
     in_function = is_function(body, lanes)
     # A loop in the step runs again before its own derivative, which may evaluate its steps once more.
     inner = [eqn for eqn in body.eqns if eqn.primitive is loop_p]
@@ -189,15 +189,18 @@ def _measure_step(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> 
 def _measure_residuals(loop: Loop, unknown: LoopInputs, split: Split, lanes: int) -> ResidualFacts:
     """Evaluate the loop partially with residuals stored."""
     parts = split(loop, EveryResidual(), unknown)
-    return ResidualFacts(num_bytes(parts.stored), _derivative(loop, parts, lanes))
+    return ResidualFacts(num_bytes(parts.stored), _derivative(loop, parts, len(parts.stored), lanes))
 
 
-def _derivative(loop: Loop, parts: Any, lanes: int) -> float:
-    """The time of a step of the sweep: of the linear part, which has as many operations as its transpose."""
+def _derivative(loop: Loop, parts: Any, num_stored: int, lanes: int) -> float:
+    """The time of a step of the sweep: of the linear part, which has as many operations as its transpose.
+
+    So many arrays were stored for it.
+    """
     linear, in_function = parts.linear.body, is_function(parts.known.body, lanes)
     adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)] if in_function or lanes > 1 else []
     in_function = in_function and lanes * max(map(jaxi.num_places, adding), default=0) <= jaxi.MOST_WRITES
-    time = evaluation(linear, lanes, in_function) + overhead(in_function, loop.is_fixed)
+    time = evaluation(linear, lanes, in_function) + overhead(in_function, loop.is_fixed) + storing_arrays(num_stored)
     if lanes > 1:  # each adds up a cotangent of its own for what lanes share, unless it adds to few places
         shared = [prod(aval.shape) for aval in select(parts.unknown.consts, loop.input_avals.consts)]
         read = {eqn.invars[0]: prod(eqn.invars[0].aval.shape) for eqn in adding}
