@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accelerators import choices
+from benchmarks.accelerators import choices, memory
 from benchmarks.accelerators.compilers import TARGETS
 from benchmarks.accelerators.counted import BODIES, CONTENDERS, counted
 
@@ -24,6 +24,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
                 rows.append(row | counted(target, contender, body).row())
                 print(target.name, body, rows[-1], flush=True)
         found[f"{target.name}: what Auto takes, foretold"] = choices.rows(target)
+    found["h100: memory"] = memory.rows()
     return found
 
 

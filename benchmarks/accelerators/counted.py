@@ -39,6 +39,7 @@ class Contender(NamedTuple):
     program: str  # those of one program are compared
     name: str
     of: Callable[[Callable[..., Array]], Callable[..., Any]]  # a step -> function of a state and weights
+    counts_steps: bool = True  # `vmap` of `lax.while_loop` takes no callback, by which steps are counted
 
 
 def _scan(scan: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -64,38 +65,63 @@ def while_loss(while_loop: Callable[..., Any], **options: Any) -> Callable[..., 
     return of
 
 
+def batch_loss(while_loop: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """So many lanes, each of as many steps as it says, in lockstep."""
+
+    def of(step: Callable[..., Array]) -> Callable[..., Any]:
+        def lane(length: Array, h: Array, w: Array) -> Array:
+            goes_on, take = lambda c: c[0] < length, lambda c: (c[0] + 1.0, step(c[1], w))
+            return while_loop(goes_on, take, (jnp.zeros(()), h), **options)[1].sum()
+
+        def loss(h: Array, w: Array) -> Array:
+            lengths, shared = STEPS - 1.0 * jnp.arange(LANES), w.ndim > 1
+            w = w if shared else w.reshape(LANES, -1)
+            return jax.vmap(lane, (0, 0, None if shared else 0))(lengths, h.reshape(LANES, -1), w).sum()
+
+        return loss
+
+    return of
+
+
 def _lax_while_loop(*given: Any) -> Any:
     return lax.while_loop(*given)  # which numbers itself where it is called
 
 
-def _gradient(of: Callable[..., Any]) -> Callable[..., Any]:
+def gradient_of(of: Callable[..., Any]) -> Callable[..., Any]:
     return lambda step: jax.grad(of(step), (0, 1))
 
 
 _EQUINOX = {"kind": "checkpointed", "checkpoints": CHECKPOINTS}
+_FEW = lx.Checkpointed(CHECKPOINTS)
 CONTENDERS = [
     Contender("scan", "lax", _scan(lax.scan)),
     Contender("scan", "loopax", _scan(lx.scan)),
     Contender("while_loop", "lax", while_loss(_lax_while_loop)),
     Contender("while_loop", "loopax", while_loss(lx.while_loop)),
     Contender("while_loop", "loopax, max_steps", while_loss(lx.while_loop, max_steps=2 * STEPS)),
-    Contender("gradient of a scan", "lax", _gradient(_scan(lax.scan))),
-    Contender("gradient of a scan", "loopax", _gradient(_scan(lx.scan))),
+    Contender("batch of while loops", "lax", batch_loss(_lax_while_loop), False),
+    Contender("batch of while loops", "loopax", batch_loss(lx.while_loop), False),
+    Contender("batch of while loops", "loopax, max_steps", batch_loss(lx.while_loop, max_steps=2 * STEPS), False),
+    Contender("gradient of a scan", "lax", gradient_of(_scan(lax.scan))),
+    Contender("gradient of a scan", "loopax", gradient_of(_scan(lx.scan))),
     *(
-        Contender("gradient of a scan", f"loopax {kind!r}", _gradient(_scan(lx.scan, kind=kind)))
+        Contender("gradient of a scan", f"loopax {kind!r}", gradient_of(_scan(lx.scan, kind=kind)))
         for kind in (lx.Residuals(), lx.Bounded(), lx.Checkpointed(), lx.Checkpointed(CHECKPOINTS))
     ),
-    Contender("gradient of a scan", f"Equinox, {CHECKPOINTS} checkpoints", _gradient(_scan(eqxi.scan, **_EQUINOX))),
-    Contender("gradient of a while_loop", "loopax", _gradient(while_loss(lx.while_loop))),
-    Contender(
-        "gradient of a while_loop",
-        f"loopax {lx.Checkpointed(CHECKPOINTS)!r}",
-        _gradient(while_loss(lx.while_loop, kind=lx.Checkpointed(CHECKPOINTS))),
-    ),
+    Contender("gradient of a scan", f"Equinox, {CHECKPOINTS} checkpoints", gradient_of(_scan(eqxi.scan, **_EQUINOX))),
+    Contender("gradient of a while_loop", "loopax", gradient_of(while_loss(lx.while_loop))),
+    Contender("gradient of a while_loop", f"loopax {_FEW!r}", gradient_of(while_loss(lx.while_loop, kind=_FEW))),
     Contender(
         "gradient of a while_loop",
         f"Equinox, {CHECKPOINTS} checkpoints",
-        _gradient(while_loss(eqxi.while_loop, **_EQUINOX)),
+        gradient_of(while_loss(eqxi.while_loop, **_EQUINOX)),
+    ),
+    Contender("gradient of a batch", f"loopax {_FEW!r}", gradient_of(batch_loss(lx.while_loop, kind=_FEW)), False),
+    Contender(
+        "gradient of a batch",
+        f"Equinox, {CHECKPOINTS} checkpoints",
+        gradient_of(batch_loss(eqxi.while_loop, **_EQUINOX)),
+        False,
     ),
 ]
 
@@ -106,7 +132,7 @@ class Counted(NamedTuple):
     program: Compiled
     loops: list[While]
     kernels: int | None  # of all steps of all loops
-    milliseconds: float  # foretold
+    milliseconds: float | None  # foretold
 
     def row(self) -> dict[str, Any]:
         """As a row of a table; a loop is its kernels, with its trips if the compiler knows them."""
@@ -114,7 +140,7 @@ class Counted(NamedTuple):
         return {
             "kernels of a step": ", ".join(shown),
             "kernels in all": self.kernels,
-            "foretold, ms": round(self.milliseconds, 2),
+            "foretold, ms": None if self.milliseconds is None else round(self.milliseconds, 2),
             "trip counts known": f"{sum(loop.trips is not None for loop in self.loops)} of {len(self.loops)}",
             "copies in steps": max((max(loop.copies, default=0) for loop in self.loops), default=0),
             "temporary bytes": self.program.temporary,
@@ -127,6 +153,9 @@ def counted(target: Target, contender: Contender, body: str) -> Counted:
     step, *arguments = BODIES[body]
     function = contender.of(step)
     program = compiled(target, function, *arguments)
-    found, taken = loops(program.text), steps_taken(target, function, *arguments)
+    found = loops(program.text)
+    if not contender.counts_steps:
+        return Counted(program, found, None, None)
+    taken = steps_taken(target, function, *arguments)
     time = milliseconds(program.text, DEVICES[target.name], taken)
     return Counted(program, found, kernels_started(found, taken), time)

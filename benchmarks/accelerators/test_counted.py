@@ -2,10 +2,24 @@
 
 from functools import cache
 
+import jax.numpy as jnp
 import pytest
 
-from benchmarks.accelerators.compilers import TARGETS
-from benchmarks.accelerators.counted import BODIES, CHECKPOINTS, CONTENDERS, Counted, counted
+import loopax as lx
+from benchmarks.accelerators.compilers import TARGETS, compiled
+from benchmarks.accelerators.counted import (
+    BODIES,
+    CHECKPOINTS,
+    CONTENDERS,
+    STEPS,
+    Counted,
+    batch_loss,
+    counted,
+    elementwise,
+    gradient_of,
+)
+from benchmarks.accelerators.counting import loops
+from benchmarks.accelerators.memory import CASES, row
 
 BY_NAME = {(one.program, one.name): one for one in CONTENDERS}
 EQUINOX = f"Equinox, {CHECKPOINTS} checkpoints"
@@ -42,3 +56,28 @@ def test_lengths_are_known(name, body):
     found = of("gradient of a scan", name, body).loops
     assert found
     assert all(loop.trips is not None for loop in found)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 2 * STEPS}], ids=["without a bound", "max_steps"])
+def test_masks_copy_no_large_carry(options):
+    """A gradient of lanes in lockstep: finished lanes read what another lane has, of an array that is written."""
+    large, w = jnp.ones(2**19), jnp.full(2**19, 0.9)
+    gradient = gradient_of(batch_loss(lx.while_loop, **options))(elementwise)
+    found = loops(compiled(TARGETS["h100"], gradient, large, w).text)
+    assert len(found) >= 3
+    assert max(size for loop in found for size in (0, *loop.copies)) < large.nbytes
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_masks_need_no_kernel(body):
+    """A step of a batch in lockstep has no more kernels than that of `lax`, which has no bound."""
+    ours, lax = (of("batch of while loops", name, body).loops for name in ("loopax", "lax"))
+    assert len(ours) == len(lax) == 1
+    assert ours[0].kernels <= lax[0].kernels
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "Checkpointed" in name or "Auto" in name])
+def test_memory(name):
+    """What is stored, and at most one more carry, beside what a step needs."""
+    found = row(name)
+    assert found["temporary, MiB"] - found["of one step, MiB"] <= found["promised, MiB"] + 1

@@ -47,8 +47,8 @@ class Calibration(NamedTuple):
         return num_bytes * (self.costs.cached_byte if in_all <= self.cache_bytes else self.costs.memory_byte)
 
 
-# Bytes and arithmetic are estimates from what the makers publish, and those of a TPU were never measured. Kernels, steps
-# and looks of a GPU were fitted to 137 times of an H200 (docs/accelerators.md).
+# Bytes and arithmetic are estimates from what the makers publish. Kernels, steps and looks of a GPU were fitted to 137
+# times of an H200 (docs/accelerators.md). On a TPU, nothing was ever measured.
 
 H100 = Calibration(
     "gpu",

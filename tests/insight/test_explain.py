@@ -493,6 +493,9 @@ def test_a_batch_that_waits():
     for loop in (lx.while_loop, lax.while_loop):
         assert [name for name, _ in warned(lane(loop), jnp.ones(100))] == ["slowest-lane"]
     assert warned(lane(lx.while_loop), jnp.ones(8)) == []  # no more lanes than a device computes together
+    with lx.configure(calibration="h100"):
+        assert warned(lane(lx.while_loop), jnp.ones(100)) == []
+        assert [name for name, _ in warned(lane(lx.while_loop), jnp.ones(5000))] == ["slowest-lane"]
     assert warned(lane(lx.while_loop, lanes="compact"), jnp.ones(100)) == []
     assert warned(lane(lx.while_loop, lanes="auto"), jnp.ones(100)) == []  # it has compared them
     assert warned(jax.vmap(lambda x: lx.fori_loop(0, 10, lambda i, x: x * 1.5, x)), jnp.ones(100)) == []

@@ -12,7 +12,16 @@ from loopax._src.core.autodiff.partial_eval import partial_eval
 from loopax._src.core.autodiff.planning import plan_of
 from loopax._src.core.autodiff.transpose import sweep_of, transposed_step
 from loopax._src.core.ir.lane_choice import chosen
-from loopax._src.core.ir.lanes import CPU_LANES, AutoLanes, Compact, Free, Lockstep, Sequential, group_sizes
+from loopax._src.core.ir.lanes import (
+    CPU_LANES,
+    AutoLanes,
+    Compact,
+    Free,
+    Lockstep,
+    Sequential,
+    fewest_lanes,
+    group_sizes,
+)
 from loopax._src.core.ir.loop import Loop, LoopInputs
 from loopax._src.core.ir.plan import Slots, with_known_length
 from loopax._src.core.jaxpr.util import Mask, merge_lists, num_bytes, select
@@ -294,7 +303,8 @@ _TWICE = 2.0  # as good by an estimate, which is often wrong by half
 def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     lanes, debug_info = found.waiting, found.loop.debug_info
     chosen = found.loop.lanes if debug_info is None else debug_info.lanes
-    if lanes <= CPU_LANES or isinstance(chosen, Free | Compact | AutoLanes):  # with these, a cheap step is for all
+    # With these ways, a cheap step is for all.
+    if lanes <= fewest_lanes(Compact(), CPU_LANES) or isinstance(chosen, Free | Compact | AutoLanes):
         return
     if debug_info is not None and debug_info.branch:  # evaluated for lanes that do not take it, if that costs something
         if found.inner or any(map(jaxi.stands_alone, without_calls(found.loop.body).eqns)):

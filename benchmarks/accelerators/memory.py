@@ -1,0 +1,99 @@
+"""What gradients store, as compiled for a GPU, beside what their kinds promise.
+
+A TPU keeps arrays of this size in its vector memory, which XLA's analysis leaves out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import loopax as lx
+from benchmarks.accelerators.compilers import TARGETS, compiled
+from benchmarks.accelerators.counted import CHECKPOINTS, STEPS, products
+
+_UNITS, _MIB = 512, 2**20
+_H, _W = jnp.ones((_UNITS, _UNITS)), 0.01 * jnp.ones((_UNITS, _UNITS))  # a carry of one MiB
+Loss = Callable[[Array, Array], Array]
+
+
+def _fori_loop(kind: lx.Kind) -> Loss:
+    return lambda h, w: lx.fori_loop(0, STEPS, lambda i, h: products(h, w), h, kind=kind).sum()
+
+
+def _while_loop(while_loop: Any, **options: Any) -> Loss:
+    def loss(h: Array, w: Array) -> Array:
+        goes_on = lambda c: c[0] < STEPS + 0 * c[1].sum()
+        return while_loop(goes_on, lambda c: (c[0] + 1.0, products(c[1], w)), (jnp.zeros(()), h), **options)[1].sum()
+
+    return loss
+
+
+def _leapfrogs(h: Array, w: Array) -> Array:
+    """Two carries of a MiB."""
+
+    def kick(i: Any, c: Any) -> Any:
+        p = c[1] - 0.1 * jnp.sin(w @ c[0])
+        return c[0] + 0.1 * p, p
+
+    def back(i: Any, c: Any) -> Any:
+        q = c[0] - 0.1 * c[1]
+        return q, c[1] + 0.1 * jnp.sin(w @ q)
+
+    return lx.fori_loop(0, STEPS, kick, (h, h), kind=lx.Reversible(back, rtol=None))[0].sum()
+
+
+def _one_leapfrog(h: Array, w: Array) -> Array:
+    return (h + 0.1 * (h - 0.1 * jnp.sin(w @ h))).sum()
+
+
+def _fixed_point(h: Array, w: Array) -> Array:
+    contraction = lambda h: 0.1 * products(h, w) + 0.1
+    moves = lambda c: jnp.abs(c[0] - c[1]).sum() > 1e-5
+    derivative = lx.Implicit(unsolved="nan")
+    return lx.while_loop(moves, lambda c: (contraction(c[0]), c[0]), (h, h + 1), derivative=derivative)[0].sum()
+
+
+# By name: a loss, one of its steps, and the MiB that are promised.
+CASES: dict[str, tuple[Loss, Loss, float]] = {
+    f"Checkpointed({CHECKPOINTS})": (
+        _fori_loop(lx.Checkpointed(CHECKPOINTS)),
+        lambda h, w: products(h, w).sum(),
+        CHECKPOINTS,
+    ),
+    "Checkpointed(40)": (_fori_loop(lx.Checkpointed(40)), lambda h, w: products(h, w).sum(), 40),
+    "Auto(memory=16 MiB)": (_fori_loop(lx.Auto(memory=16 * _MIB)), lambda h, w: products(h, w).sum(), 16),
+    f"while_loop, Checkpointed({CHECKPOINTS})": (
+        _while_loop(lx.while_loop, kind=lx.Checkpointed(CHECKPOINTS)),
+        lambda h, w: products(h, w).sum(),
+        CHECKPOINTS,
+    ),
+    f"while_loop, Equinox, {CHECKPOINTS} checkpoints": (
+        _while_loop(eqxi.while_loop, kind="checkpointed", checkpoints=CHECKPOINTS),
+        lambda h, w: products(h, w).sum(),
+        CHECKPOINTS,
+    ),
+    "Reversible": (_leapfrogs, _one_leapfrog, 2),
+    "Implicit": (_fixed_point, lambda h, w: products(h, w).sum(), 2),
+}
+
+
+def row(name: str) -> dict[str, Any]:
+    """MiB of a gradient for an H100."""
+    loss, step, promised = CASES[name]
+    of_all, of_step = (compiled(TARGETS["h100"], jax.grad(f, (0, 1)), _H, _W).temporary / _MIB for f in (loss, step))
+    return {
+        "gradient": name,
+        "promised, MiB": promised,
+        "temporary, MiB": round(of_all, 1),
+        "of one step, MiB": round(of_step, 1),
+        "less one step / promised": round((of_all - of_step) / promised, 2),
+    }
+
+
+def rows() -> list[dict[str, Any]]:
+    """Of all."""
+    return [row(name) for name in CASES]
