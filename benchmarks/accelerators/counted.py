@@ -157,5 +157,6 @@ def counted(target: Target, contender: Contender, body: str) -> Counted:
     if not contender.counts_steps:
         return Counted(program, found, None, None)
     taken = steps_taken(target, function, *arguments)
-    time = milliseconds(program.text, DEVICES[target.name], taken)
-    return Counted(program, found, kernels_started(found, taken), time)
+    kernels = kernels_started(found, taken)
+    time = None if kernels is None else milliseconds(program.text, DEVICES[target.name], taken)
+    return Counted(program, found, kernels, time)
