@@ -9,7 +9,7 @@ from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
 from loopax._src.core.ir.kind import LoopFacts, ResidualFacts, StepFacts
 from loopax._src.core.jaxpr.cost import arithmetic
 from loopax._src.jax_internals import one_function as one_function_of_cpu
-from loopax._src.settings import calibration, costs
+from loopax._src.settings import H100, calibration, costs
 from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
 
 STEPS = 400
@@ -285,3 +285,27 @@ def test_a_gpu_asks_the_host_where_the_length_is_not_known():
         even, uneven = (lx.Checkpointed().cost(of_static(length)) for length in (400, 401))
         assert uneven.time == pytest.approx(even.time + 3 * look, rel=1e-3)
     assert facts(jnp.int32(400)).step.overhead == of_static(400).step.overhead  # a CPU asks nobody
+
+
+def test_each_array_that_is_stored_costs_a_kernel_of_a_gpu():
+    """So `Auto` evaluates a step again that has many residuals and that XLA makes one kernel of."""
+
+    def leapfrog(i, state):
+        q, p = state
+        for _ in range(5):
+            p = p - 0.1 * jnp.sin(q) * jnp.cos(q)
+            q = q + 0.1 * jnp.tanh(p)
+        return q, p
+
+    def plan(calibration):
+        told = Told()
+        start = jnp.ones(100), jnp.ones(100)
+        with lx.configure(calibration=calibration):
+            jax.make_jaxpr(jax.grad(lambda s: lx.fori_loop(0, 200, leapfrog, s, kind=told)[0].sum()))(start)
+            facts = told.facts.pop()
+            return lx.Auto().plan(facts), facts.residuals.derivative, facts.step.derivative
+
+    of_gpu, residuals, carry = plan("h100")
+    assert isinstance(of_gpu, EveryCarry)
+    assert residuals - carry > 5 * H100.stored
+    assert plan("cpu")[1] < residuals
