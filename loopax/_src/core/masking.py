@@ -187,7 +187,7 @@ def _read_first(row: Any, x: Any) -> Any:
 
     XLA would fuse the read with what writes the array, which it could not write in place: it would copy it.
     """
-    is_large = num_bytes([jax.typeof(x)]) >= _COPIED_BYTES and calibration().platform != "cpu"
+    is_large = calibration().platform != "cpu" and num_bytes([jax.typeof(x)]) >= _COPIED_BYTES
     return lax.optimization_barrier(row) if is_large else row
 
 
