@@ -56,15 +56,19 @@ class Instruction(NamedTuple):
         return _OPERAND.findall(self.rest.partition(")")[0])
 
     @property
+    def _arrays(self) -> list[tuple[str, int]]:
+        """The dtype of each result, and its numbers."""
+        return [(dtype, prod(map(int, filter(None, shape.split(","))))) for dtype, shape in _ARRAY.findall(self.shape)]
+
+    @property
     def size(self) -> int:
         """The numbers in all results."""
-        return sum(prod(map(int, filter(None, shape.split(",")))) for _, shape in _ARRAY.findall(self.shape))
+        return sum(size for _, size in self._arrays)
 
     @property
     def bytes(self) -> int:
         """Of all results."""
-        arrays = _ARRAY.findall(self.shape)
-        return sum(BYTES.get(dtype, 0) * prod(map(int, filter(None, shape.split(",")))) for dtype, shape in arrays)
+        return sum(BYTES.get(dtype, 0) * size for dtype, size in self._arrays)
 
 
 class While(NamedTuple):

@@ -13,7 +13,7 @@ from jax import Array
 
 import loopax as lx
 from benchmarks.accelerators.compilers import TARGETS, compiled
-from benchmarks.accelerators.counted import CHECKPOINTS, STEPS, products
+from benchmarks.accelerators.counted import CHECKPOINTS, STEPS, products, while_loss
 
 _UNITS, _MIB = 512, 2**20
 _H, _W = jnp.ones((_UNITS, _UNITS)), 0.01 * jnp.ones((_UNITS, _UNITS))  # a carry of one MiB
@@ -24,12 +24,8 @@ def _fori_loop(kind: lx.Kind) -> Loss:
     return lambda h, w: lx.fori_loop(0, STEPS, lambda i, h: products(h, w), h, kind=kind).sum()
 
 
-def _while_loop(while_loop: Any, **options: Any) -> Loss:
-    def loss(h: Array, w: Array) -> Array:
-        goes_on = lambda c: c[0] < STEPS + 0 * c[1].sum()
-        return while_loop(goes_on, lambda c: (c[0] + 1.0, products(c[1], w)), (jnp.zeros(()), h), **options)[1].sum()
-
-    return loss
+def _step(h: Array, w: Array) -> Array:
+    return products(h, w).sum()
 
 
 def _leapfrogs(h: Array, w: Array) -> Array:
@@ -61,23 +57,23 @@ def _fixed_point(h: Array, w: Array) -> Array:
 CASES: dict[str, tuple[Loss, Loss, float]] = {
     f"Checkpointed({CHECKPOINTS})": (
         _fori_loop(lx.Checkpointed(CHECKPOINTS)),
-        lambda h, w: products(h, w).sum(),
+        _step,
         CHECKPOINTS,
     ),
-    "Checkpointed(40)": (_fori_loop(lx.Checkpointed(40)), lambda h, w: products(h, w).sum(), 40),
-    "Auto(memory=16 MiB)": (_fori_loop(lx.Auto(memory=16 * _MIB)), lambda h, w: products(h, w).sum(), 16),
+    "Checkpointed(40)": (_fori_loop(lx.Checkpointed(40)), _step, 40),
+    "Auto(memory=16 MiB)": (_fori_loop(lx.Auto(memory=16 * _MIB)), _step, 16),
     f"while_loop, Checkpointed({CHECKPOINTS})": (
-        _while_loop(lx.while_loop, kind=lx.Checkpointed(CHECKPOINTS)),
-        lambda h, w: products(h, w).sum(),
+        while_loss(lx.while_loop, kind=lx.Checkpointed(CHECKPOINTS))(products),
+        _step,
         CHECKPOINTS,
     ),
     f"while_loop, Equinox, {CHECKPOINTS} checkpoints": (
-        _while_loop(eqxi.while_loop, kind="checkpointed", checkpoints=CHECKPOINTS),
-        lambda h, w: products(h, w).sum(),
+        while_loss(eqxi.while_loop, kind="checkpointed", checkpoints=CHECKPOINTS)(products),
+        _step,
         CHECKPOINTS,
     ),
     "Reversible": (_leapfrogs, _one_leapfrog, 2),
-    "Implicit": (_fixed_point, lambda h, w: products(h, w).sum(), 2),
+    "Implicit": (_fixed_point, _step, 2),
 }
 
 

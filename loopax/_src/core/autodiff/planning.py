@@ -21,10 +21,10 @@ from loopax._src.core.ir.lanes import Lockstep, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, Outcome, loop_p
 from loopax._src.core.ir.plan import BlocksThenResiduals, EveryCarry, EveryResidual, Plan
 from loopax._src.core.jaxpr.access_order import writes_rows
-from loopax._src.core.jaxpr.cost import evaluation, is_function, overhead, storing_arrays
+from loopax._src.core.jaxpr.cost import evaluation, is_function, overhead
 from loopax._src.core.jaxpr.util import flatten, num_bytes, select, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, ad, adds_at_places, dce, equations_in, jaxpr_as_fun, keep_bits
-from loopax._src.settings import costs
+from loopax._src.settings import calibration, costs
 
 # A loop made of two, where its gradient stores the residuals of the last steps on the way forward.
 #
@@ -200,7 +200,8 @@ def _derivative(loop: Loop, parts: Any, num_stored: int, lanes: int) -> float:
     linear, in_function = parts.linear.body, is_function(parts.known.body, lanes)
     adding = [eqn for eqn in equations_in(linear) if adds_at_places(eqn, lanes)] if in_function or lanes > 1 else []
     in_function = in_function and lanes * max(map(jaxi.num_places, adding), default=0) <= jaxi.MOST_WRITES
-    time = evaluation(linear, lanes, in_function) + overhead(in_function, loop.is_fixed) + storing_arrays(num_stored)
+    time = evaluation(linear, lanes, in_function) + overhead(in_function, loop.is_fixed)
+    time += num_stored * calibration().stored
     if lanes > 1:  # each adds up a cotangent of its own for what lanes share, unless it adds to few places
         shared = [prod(aval.shape) for aval in select(parts.unknown.consts, loop.input_avals.consts)]
         read = {eqn.invars[0]: prod(eqn.invars[0].aval.shape) for eqn in adding}

@@ -77,11 +77,6 @@ def overhead(in_function: bool, length_is_static: bool) -> float:
     return (STEP_IN_FUNCTION if in_function else costs().step) + look
 
 
-def storing_arrays(number: int) -> float:
-    """Writing so many arrays, besides their bytes."""
-    return number * calibration().stored
-
-
 class StepCost(NamedTuple):
     """What a step of a batch costs, measured on CPUs (docs/benchmark.md): roughly `of_batch + lanes * of_lane`."""
 

@@ -148,7 +148,7 @@ class Steps(NamedTuple):
         return found[::-1] if ahead.reverse else found
 
     def of_opposites(self) -> "Steps":
-        """The same steps, where the opposites of positions are given."""
+        """Steps that are given the opposites of positions."""
         ahead, written, take = self.ahead or RowLoop(reverse=False), self.written, self.take
         return Steps(
             self.body,
