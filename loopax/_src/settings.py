@@ -40,6 +40,13 @@ class Calibration(NamedTuple):
     look: float = 0.0  # nanoseconds of a step, besides, in a loop whose length XLA does not know: the host asks for it
     stored: float = 0.0  # nanoseconds of a step, besides its bytes, for each array that it stores
 
+    def begins_late(self, num_bytes: float) -> bool:
+        """Whether a loop, to begin, takes longer than steps that also read and write so many bytes.
+
+        For where the host looks at the condition of a loop: it does so before the first step, too.
+        """
+        return self.storing(2 * num_bytes, num_bytes) < self.look / 10
+
     def storing(self, num_bytes: float, in_all: float) -> float:
         """Storing so many bytes per step and reading them again, if there are so many in all."""
         if in_all <= self.near_bytes:

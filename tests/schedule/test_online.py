@@ -4,6 +4,7 @@ from itertools import islice
 from math import comb
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,24 +54,34 @@ def test_the_first_carry_is_never_dropped():
         assert online_stored(n, 4) == history[n - 1]
 
 
-def test_a_carry_is_stored_once_more_until_another_can_be_dropped():
-    """So a schedule that has to allow for more than one more repetition of steps at once takes no step meanwhile."""
+def test_the_last_carry_is_dropped_where_none_may_be():
+    """Of steps too far apart, as the schedule itself leaves none: the others stay, and more repetitions come."""
     far_apart = np.array([0, 1000, 2000, 3000], np.int32)
     ids, ones, one = np.arange(4, dtype=np.int32), np.ones(4, np.int32), np.int32(1)
     state = Online(far_apart, ids, dropped=np.int32(2), limits=ones, repetitions=one, stride=one)
-    slots, lengths = set(), [0]
-    while lengths[-1] == 0:
-        state, slot, length = jax.jit(store)(state, np.int32(4000))
-        slots.add(int(slot))
-        lengths.append(int(length))
-        assert state.stored.tolist() == [0, 1000, 3000, 4000]
-    assert slots == {2}
-    assert len(lengths) > 10
-    # The one to be dropped is the latest that leaves at most as many steps as may be repeated so often.
-    later, free = 4000 + lengths[-1], np.arange(4, 0, -1)
-    gaps = [3000 - 0, 4000 - 1000, later - 3000]
-    limits = [comb(int(f) + int(state.repetitions) - 1, int(f)) for f in free[:3]]
-    assert int(state.dropped) == max(k for k in (1, 2, 3) if gaps[k - 1] <= limits[k - 1])
+    for step in (4000, 4001, 4003):
+        state, slot, length = jax.jit(store)(state, np.int32(step))
+        assert int(slot) == 2
+        assert int(length) == int(state.repetitions) - 1
+        assert state.stored.tolist() == [0, 1000, 3000, step]
+        assert int(state.dropped) == 3
+
+
+@pytest.mark.parametrize("slots", [2, 10, 64])
+def test_one_can_be_dropped_wherever_the_schedule_comes_to(slots):
+    """Up to the last step that can be counted: what its neighbours become is no longer than its repetitions allow."""
+
+    def body(at):
+        state, step, too_long = at
+        state, _, length = store(state, step)
+        before, after = state.dropped - 1, jnp.append(state.stored, step + length)[state.dropped + 1]
+        segment = after - state.stored[before]
+        return state, step + length, too_long | ((before >= 0) & (segment > state.limits[before]))
+
+    start_at = start(slots), np.int32(0), np.bool_(False)
+    _, step, too_long = jax.jit(lambda at: jax.lax.while_loop(lambda at: at[1] < 2**31 - 400_000, body, at))(start_at)
+    assert int(step) >= 2**31 - 400_000
+    assert not too_long
 
 
 @each_number_of_slots(1)

@@ -44,30 +44,30 @@ def start(slots: int) -> Online:
 def store(state: Online, step: Any, branches: bool = True) -> tuple[Online, Any, Any]:
     """Store the carry before `step`, which is 0 in the first call.
 
-    Returns the next state, the slot that takes the carry, and the number of steps to the next call. It may be 0: then
-    the same carry is to be stored once more, in the same slot. Without `branches`, what a branch would compute is
-    computed in each call: for devices on which a branch costs more.
+    Returns the next state, the slot that takes the carry, and the number of steps to the next call. Without `branches`,
+    what a branch would compute is computed in each call, in as few kernels as can be: for devices on which these count.
     """
     count = state.stored.size
     if count == 1:
         return state._replace(stored=state.stored * 0), jnp.zeros((), jnp.int32), jnp.int32(NEVER)
     # Those behind the dropped one move forward, and `step` stands last, in the slot that has become free.
     slot, positions = state.slots[state.dropped], jnp.arange(count, dtype=jnp.int32)
+    following = _joined if branches else _padded
 
     def moved(values: Any, last: Any) -> Any:
-        return jnp.where(positions < state.dropped, values, jnp.concatenate([values[1:], last[None]]))
+        return jnp.where(positions < state.dropped, values, following(values, last))
 
     stored, repetitions = moved(state.stored, step), state.repetitions
     grows = (16 * (state.stride + 1) ** 2 <= step) & (repetitions > 2)
     stride = state.stride + grows.astype(jnp.int32)
-    soon = _droppable(stored, step + stride, state.limits, repetitions)
+    soon = _droppable(stored, following(stored[1:], step + stride), state.limits, repetitions)
 
-    # Where nothing can be dropped before r grows, the last segment may have as many steps as r now allows. If then
-    # nothing can be dropped either, r grows again.
+    # Where nothing can be dropped before r grows, the last segment may have as many steps as r now allows. Then one can
+    # be, wherever the schedule comes to (tests/schedule/test_online.py); if not, the last one is.
     def with_one_more() -> tuple[Any, Any, Any]:
         limits, longer = _raised(state), jnp.maximum(stride, repetitions)
-        later = _droppable(stored, step + longer, limits, repetitions + 1)
-        return limits, jnp.where(later > 0, later, count - 1), jnp.where(later > 0, longer, 0)
+        later = _droppable(stored, following(stored[1:], step + longer), limits, repetitions + 1)
+        return limits, jnp.where(later > 0, later, count - 1), longer
 
     # While slots are unused, r is 1, and so only these can be dropped: the second one, or the first if it is the last.
     raises = (soon == 0) & (stored[0] >= 0)
@@ -116,10 +116,23 @@ def _stretches(slots: int) -> Iterator[tuple[tuple[int, ...], int]]:
         step += int(length)
 
 
-def _droppable(stored: Any, step: Any, limits: Any, repetitions: Any) -> Any:
-    """Which stored carry to drop to store that before `step`: the earliest that can be, or the latest; 0: none can."""
+def _joined(values: Any, last: Any) -> Any:
+    """Each value's next one; of the last value, `last`."""
+    return jnp.concatenate([values[1:], last[None]])
+
+
+def _padded(values: Any, last: Any) -> Any:
+    """The same, so that a GPU fuses it with others; a CPU takes longer for it."""
+    is_last = jnp.arange(values.size, dtype=jnp.int32) == values.size - 1
+    return jnp.where(is_last, last, lax.pad(values[1:], jnp.int32(0), [(0, 1, 0)]))
+
+
+def _droppable(stored: Any, following: Any, limits: Any, repetitions: Any) -> Any:
+    """Which stored carry to drop: the earliest that can be, or the latest; 0: none can.
+
+    `following`: for each but the last, the carry behind the next one, to which its segment would reach.
+    """
     count = stored.size
-    following = jnp.concatenate([stored[2:], step[None]])
     positions = jnp.arange(1, count, dtype=jnp.int32)
     earliest = repetitions <= 2
     keys = jnp.where(earliest, count - positions, positions)
@@ -131,6 +144,7 @@ def _raised(state: Online) -> Any:
     """The limits for one repetition more: from C(f + r - 1, f) to C(f + r, f), or to `NEVER` where int32 ends."""
     limits, repetitions = state.limits, state.repetitions
     factors = jnp.arange(limits.size, 0, -1, dtype=jnp.int32) + repetitions
-    whole, rest = limits // repetitions, limits % repetitions
-    too_large = whole >= NEVER // factors
-    return jnp.where(too_large, NEVER, jnp.where(too_large, 0, whole) * factors + rest * factors // repetitions)
+    factors, repetitions, most = jnp.broadcast_arrays(factors, repetitions, jnp.int32(NEVER))
+    whole, rest = lax.div(limits, repetitions), lax.rem(limits, repetitions)  # `//` would ask for signs
+    too_large = whole >= lax.div(most, factors)
+    return jnp.where(too_large, NEVER, jnp.where(too_large, 0, whole) * factors + lax.div(rest * factors, repetitions))

@@ -262,8 +262,8 @@ class Slots(Saving):
         return self.count
 
     def num_checkpoint_rows(self) -> int:
-        """The row of each slot."""
-        return self.count
+        """The row of each slot; or, of unknown length, all rows in ascending order, then their slots in this order."""
+        return self.count if self.length_known else 2 * self.count
 
 
 @dataclass(frozen=True)

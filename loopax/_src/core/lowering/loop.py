@@ -13,9 +13,9 @@ from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.ir.loop import EMPTY_SLOT, NO_STOP, Loop, result_avals
 from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
-from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, trace
+from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, num_bytes, split_list, trace
 from loopax._src.core.lane_effects import acts, guarded
-from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, read, write
+from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, put, read, write
 from loopax._src.core.masking import common_rows
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, unwritten, vary_like, where, zeros
 from loopax._src.settings import calibration
@@ -28,7 +28,7 @@ class Saver(NamedTuple):
 
     state: LoopState
     saved: list[Any]  # room for the carries
-    checkpoint_rows: Any  # int32[slots]: the rows before which they were saved, or `EMPTY_SLOT`; None for blocks
+    checkpoint_rows: Any  # int32[slots]: before which they were saved, or `EMPTY_SLOT`; None where `plan` says it
     plan: Any  # what the schedule remembers
 
 
@@ -73,16 +73,49 @@ def run_saving(
         next_stop = walk.advance(state.position, jnp.minimum(length, remain))
         return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
-    slots = saving if isinstance(saving, Slots) else None
-    rows = slots and jnp.full(slots.count, EMPTY_SLOT, jnp.int32)
-    plan: Any = jnp.int32(0)
-    if slots is not None and slots.length_known:
-        plan = plan, schedule.divisions(jnp.maximum(walk.distance(start, end), 0), jnp.int32(slots.count))
-    elif slots is not None:
-        plan = schedule.start(slots.count)
-    state, saved, rows, _ = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
-    state = state if walk.limited else _poisoned(state)
-    return state, [*saved, start[None] if rows is None else rows]
+    plan, rows = jnp.int32(0), None
+    if isinstance(saving, Slots) and saving.length_known:
+        plan = plan, schedule.divisions(jnp.maximum(walk.distance(start, end), 0), jnp.int32(saving.count))
+        rows = jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
+    elif isinstance(saving, Slots):
+        plan = schedule.start(saving.count)
+    state, saved, rows, plan = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
+    if rows is None:
+        rows = start[None] if isinstance(saving, Blocks) else _in_order(plan, walk, start)
+    return state if walk.limited else _poisoned(state), [*saved, rows]
+
+
+def _run_online(
+    saving: Slots, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any, room: list[Any]
+) -> tuple[LoopState, list[Any]]:
+    """As `run_saving` without a known length, in one loop: each step saves its carry, or writes what is there.
+
+    Most stretches are one or two steps, and the host of a GPU would look at the condition of another loop for each.
+    """
+    start, sizes = state.position, [len(state.carry), len(room)]
+
+    def take(body: Callable[..., Any], row: Any, position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        carry, saved, (stop, *plan) = split_list(values, sizes)
+        is_due, plan = position == stop, schedule.Online(*plan)
+        later, slot, length = schedule.store(plan, walk.distance(start, position), branches=False)
+        next_stop = walk.advance(position, jnp.minimum(length, walk.distance(position, end)))
+        saved = [put(x, slot, is_due, value) for x, value in zip(saved, loop.saved_of(carry), strict=True)]
+        decided = map(partial(jnp.where, is_due), (next_stop, *later), (stop, *plan))
+        carry, y = steps.take(body, row, position, carry)
+        return [*carry, *saved, *decided], y
+
+    begun = state._replace(carry=[*state.carry, *room, start, *schedule.start(saving.count)])
+    done = walk._replace(limited=True).run(steps._replace(take=take), begun, end)
+    carry, saved, (_, *plan) = split_list(done.carry, sizes)
+    state = done._replace(carry=carry)
+    return state if walk.limited else _poisoned(state), [*saved, _in_order(schedule.Online(*plan), walk, start)]
+
+
+def _in_order(plan: schedule.Online, walk: RowLoop, start: Any) -> Any:
+    """The rows before which carries were saved, in order, with those of unused slots last; and then their slots."""
+    rows = jnp.where(plan.stored < 0, EMPTY_SLOT, walk.advance(start, plan.stored))
+    unused = jnp.sum(plan.stored < 0, dtype=jnp.int32)
+    return jnp.roll(jnp.stack([rows, plan.slots]), -unused, axis=1).reshape(-1)
 
 
 def _run_even_blocks(
@@ -240,7 +273,11 @@ def _walk(
     end = low - 1 if loop.reverse else high
     if loop.saving:
         is_even = isinstance(loop.saving, Blocks) and loop.saving.are_even and walk.watch is None
-        run_saved: Callable[..., Any] = _run_even_blocks if is_even else run_saving
+        is_online = isinstance(loop.saving, Slots) and not loop.saving.length_known
+        if is_online and calibration().begins_late(num_bytes(loop.output_avals.carry)):
+            run_saved: Callable[..., Any] = _run_online
+        else:
+            run_saved = _run_even_blocks if is_even else run_saving
         state, saved = run_saved(loop.saving, loop, walk, steps, state, end, room.saved)
     elif loop.bound == 1:
         run = walk.run_and_discard if loop.may_discard else walk.run_at_most_once

@@ -312,3 +312,8 @@ def write(array: Any, row: Any, value: Any) -> Any:
     """The array with one row replaced, in place where it stands in a loop's state."""
     update = partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
     return keep_bits(update, array, value, row)
+
+
+def put(array: Any, row: Any, writes: Any, value: Any) -> Any:
+    """The array with one row replaced if `writes`."""
+    return write(array, row, where(writes, value, read(array, row)))

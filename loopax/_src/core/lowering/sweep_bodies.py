@@ -19,7 +19,7 @@ from loopax._src.jax_internals import (
     partial_eval_jaxpr,
     replace_jaxpr,
 )
-from loopax._src.settings import costs
+from loopax._src.settings import calibration, costs
 
 # The step of a reverse sweep in two parts: one that walks ahead and records residuals, and one that walks back.
 #
@@ -181,7 +181,7 @@ class Bodies(NamedTuple):
     stored_avals: Sequence[Any]
     records: bool  # what is stored is a record, and nothing is left to evaluate on the way back
     places: Sequence[int]  # in which leaves of the slots each leaf of what is stored has its place
-    replay_is_long: bool  # it takes so long to compile that a program should hold it once
+    in_one_loop: bool  # the program holds once what is evaluated again, to compile it sooner or to begin fewer loops
 
     def step(self, body: Run, row: Any, state: list[Any]) -> tuple[list[Any], list[Any]]:
         """The next state, and what is stored; `body` is the `run` of `forward` or `replay`."""
@@ -210,6 +210,7 @@ def bodies_of(sweep: ReverseSweep, consts: list[Any], xs: list[Any], recorded: R
     rows = common_rows(sweep.backward, consts)
     forward, ahead = (Body.of(body, consts, rows) for body in (sweep.forward, replay))
     back, is_plain = Body.of(backward, [*consts, *hoisted], rows), ahead.outside is None and rows is None
-    is_small = num_bytes(stored) <= SMALL_BYTES
-    is_long = is_plain and num_equations(replay) >= (min(LONG_STEP, LONG_STEP_OF_SMALL) if is_small else LONG_STEP)
-    return Bodies(sweep, xs, forward, ahead, back, stored, recorded is not None, places, is_long)
+    stored_bytes = num_bytes(stored)
+    enough = min(LONG_STEP, LONG_STEP_OF_SMALL) if stored_bytes <= SMALL_BYTES else LONG_STEP
+    is_one = is_plain and (num_equations(replay) >= enough or calibration().begins_late(stored_bytes))
+    return Bodies(sweep, xs, forward, ahead, back, stored, recorded is not None, places, is_one)

@@ -22,7 +22,7 @@ from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.plan import Slots
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, put, read
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track
 from loopax._src.jax_internals import where, zeros
 
@@ -46,11 +46,11 @@ class Store(NamedTuple):
     @classmethod
     def of(cls, sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> tuple["Store", Any]:
         """What the forward loop has saved, and how many slots are in use. Divisions begin with r = 1."""
-        steps = jnp.where(checkpoint_rows == EMPTY_SLOT, -1, track.step(checkpoint_rows)).astype(jnp.uint32)
-        used, order = jnp.sum(checkpoint_rows != EMPTY_SLOT, dtype=jnp.int32), None
+        rows, order = checkpoint_rows, None
         if not (isinstance(sweep.saving, Slots) and sweep.saving.length_known):
-            order = jnp.argsort(steps).astype(jnp.int32)  # unused slots last
-            steps = steps[order]
+            rows, order = jnp.split(checkpoint_rows, 2)
+        steps = jnp.where(rows == EMPTY_SLOT, -1, track.step(rows)).astype(jnp.uint32)
+        used = jnp.sum(rows != EMPTY_SLOT, dtype=jnp.int32)
         ones = jnp.ones_like(steps)
         return cls(saved, jnp.stack([steps, ones, ones], 1), order), used
 
@@ -75,11 +75,6 @@ class Store(NamedTuple):
         return self._replace(slots=slots, segments=put(self.segments, segment.slot, stores, row))
 
 
-def put(array: Any, place: Any, stores: Any, value: Any) -> Any:
-    """The array with a row replaced if `stores`."""
-    return write(array, place, where(stores, value, read(array, place)))
-
-
 class Turn(NamedTuple):
     """Which steps to evaluate again."""
 
@@ -101,7 +96,7 @@ class BinomialState(NamedTuple):
 def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all steps."""
     store, used = Store.of(bodies.sweep, track, checkpoint_rows, saved)
-    evaluated_again = _in_one_loop if bodies.replay_is_long else _in_two_loops
+    evaluated_again = _in_one_loop if bodies.in_one_loop else _in_two_loops
 
     def one_turn(at: BinomialState) -> BinomialState:
         (state, step, slot, division), end, store, progress = at
