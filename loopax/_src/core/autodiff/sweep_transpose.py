@@ -32,7 +32,7 @@ from loopax._src.core.autodiff.transpose import (
 from loopax._src.core.ir.annotations import without_effects
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.loop import LoopOutputs, part_of_inverse, run, traversal
-from loopax._src.core.ir.plan import Blocks, Plan, Saving
+from loopax._src.core.ir.plan import Blocks, Plan, Saving, with_known_length
 from loopax._src.core.ir.reverse_sweep import (
     ReverseSweep,
     SweepInputs,
@@ -359,7 +359,7 @@ def transpose_linear_sweep(
         num_state=len(states),
         num_carry=len(start),
         num_forward_xs=len(rows),
-        saving=saving,
+        saving=with_known_length(saving),
         inverse=None,
     )
     loop = checkpointing_loop(back)

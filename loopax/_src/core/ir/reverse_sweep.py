@@ -206,7 +206,7 @@ def sweep_abstract_eval(*_: Any, **params: Any) -> tuple[list[Any], Any]:
 
 
 def checkpointing_loop(sweep: ReverseSweep) -> Loop:
-    """The forward loop of a sweep, which saves its whole carry."""
+    """The forward loop of a sweep, which saves its whole carry, as a sweep of known length expects it."""
     return Loop(
         sweep.forward,
         num_consts=sweep.num_consts,
@@ -214,7 +214,7 @@ def checkpointing_loop(sweep: ReverseSweep) -> Loop:
         predicated=False,
         kind=Decided(sweep.plan),
         inverse=sweep.inverse,
-        saving=with_known_length(sweep.saving),
+        saving=sweep.saving,
         saved=(True,) * sweep.num_state,
         **traversal(sweep),
     )
@@ -222,6 +222,7 @@ def checkpointing_loop(sweep: ReverseSweep) -> Loop:
 
 def checkpoint_and_sweep(sweep: ReverseSweep, low: Any, high: Any, inputs: SweepInputs) -> LoopOutputs:
     """The whole sweep where nothing has been saved yet: run forward saving, then sweep back."""
+    sweep = sweep._replace(saving=with_known_length(sweep.saving))
     loop = checkpointing_loop(sweep)
     consts, init, carry, xs = inputs
     out = run(loop, low, high, consts, init, xs[: sweep.num_forward_xs])

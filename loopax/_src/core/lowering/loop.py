@@ -73,16 +73,21 @@ def run_saving(
         next_stop = walk.advance(state.position, jnp.minimum(length, remain))
         return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
 
-    plan, rows = jnp.int32(0), None
-    if isinstance(saving, Slots) and saving.length_known:
-        plan = plan, schedule.divisions(jnp.maximum(walk.distance(start, end), 0), jnp.int32(saving.count))
-        rows = jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
-    elif isinstance(saving, Slots):
-        plan = schedule.start(saving.count)
+    plan, rows = _begun(saving, walk, start, end)
     state, saved, rows, plan = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
     if rows is None:
         rows = start[None] if isinstance(saving, Blocks) else _in_order(plan, walk, start)
     return state if walk.limited else _poisoned(state), [*saved, rows]
+
+
+def _begun(saving: Blocks | Slots, walk: RowLoop, start: Any, end: Any) -> tuple[Any, Any]:
+    """What a schedule remembers, and the rows of its slots; None: they follow from that."""
+    if isinstance(saving, Blocks):
+        return jnp.int32(0), None
+    if not saving.length_known:
+        return schedule.start(saving.count), None
+    division = schedule.divisions(jnp.maximum(walk.distance(start, end), 0), jnp.int32(saving.count))
+    return (jnp.int32(0), division), jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
 
 
 def _run_online(

@@ -46,6 +46,7 @@ class Store(NamedTuple):
     @classmethod
     def of(cls, sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> tuple["Store", Any]:
         """What the forward loop has saved, and how many slots are in use. Divisions begin with r = 1."""
+        assert checkpoint_rows.size == sweep.saving.num_checkpoint_rows()
         rows, order = checkpoint_rows, None
         if not (isinstance(sweep.saving, Slots) and sweep.saving.length_known):
             rows, order = jnp.split(checkpoint_rows, 2)
