@@ -122,7 +122,7 @@ def _joined(values: Any, last: Any) -> Any:
 
 
 def _padded(values: Any, last: Any) -> Any:
-    """The same, so that a GPU fuses it with others; a CPU takes longer for it."""
+    """As `_joined`, of operations that a GPU fuses with others; a CPU takes longer for them."""
     is_last = jnp.arange(values.size, dtype=jnp.int32) == values.size - 1
     return jnp.where(is_last, last, lax.pad(values[1:], jnp.int32(0), [(0, 1, 0)]))
 
