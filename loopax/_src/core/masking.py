@@ -15,15 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from loopax._src import jax_internals as jaxi
+from loopax._src.core.jaxpr.access_order import all_computed
 from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
-from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, num_bytes, rewriting, trace, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, rewriting, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, map_programs
-from loopax._src.settings import calibration
 
 # Rows that all lanes of a batch walk: no lane is masked there, and none is filled.
 #
@@ -35,7 +34,6 @@ from loopax._src.settings import calibration
 active_p = jaxi.new_primitive("active_lanes")
 
 _COLUMNS = 256  # in which many lanes are searched
-_COPIED_BYTES = 2**20  # a copy of as many takes longer than a kernel more
 
 
 def active_lanes(row: Any, *limits: Any, has_limits: Mask, lanes: int) -> list[Any]:
@@ -172,7 +170,8 @@ def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> A
 
     def fill(active: Any, first: Any, x: Any) -> Any:
         if not jaxi.spec_of(jax.typeof(x))[0]:
-            return pick(active, x, _read_first(x[first][None], x))
+            # XLA would fuse this with what writes the array, which it could not write in place.
+            return pick(active, x, *all_computed([x[first][None]], [x]))
         # JAX does not slice an axis that is spread over an `Explicit` mesh: the lane is the sum of itself and zeros.
         is_first = jnp.arange(x.shape[0], dtype=first.dtype) == first
         return pick(active, x, pick(is_first, x, jaxi.zero(x.dtype)).sum(0, dtype=x.dtype, keepdims=True))
@@ -180,15 +179,6 @@ def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> A
     for _ in range(batch_axes):
         fill = jax.vmap(fill)
     return jaxi.on_device(lambda x: fill(active, first, x), x)
-
-
-def _read_first(row: Any, x: Any) -> Any:
-    """A row that is read before anything else is done with a large array; on a CPU this makes no difference.
-
-    XLA would fuse the read with what writes the array, which it could not write in place: it would copy it.
-    """
-    is_large = calibration().platform != "cpu" and num_bytes([jax.typeof(x)]) >= _COPIED_BYTES
-    return lax.optimization_barrier(row) if is_large else row
 
 
 def _of_active(active: Any, x: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 NEVER = 2**31 - 1
@@ -36,9 +37,12 @@ class Online(NamedTuple):
 
 def start(slots: int) -> Online:
     """The state before the first step."""
-    ids = jnp.arange(slots, dtype=jnp.int32)
-    one = jnp.ones((), jnp.int32)
-    return Online(jnp.full(slots, -1, jnp.int32), ids, jnp.zeros_like(one), jnp.ones(slots, jnp.int32), one, one)
+    # XLA makes a kernel for an array of equal numbers, or of numbers that count up, and copies another constant. So the
+    # first step and the last limit, which are never read, are others.
+    stored, limits = np.full(slots, -1, np.int32), np.ones(slots, np.int32)
+    stored[0], limits[-1] = -2, 0
+    ids = np.arange(slots, dtype=np.int32)[::-1]
+    return Online(*map(jnp.asarray, (stored, ids, np.int32(0), limits, np.int32(1), np.int32(1))))
 
 
 def store(state: Online, step: Any, branches: bool = True) -> tuple[Online, Any, Any]:

@@ -10,6 +10,8 @@ A branch or a loop in the body that writes rows counts as a write, and waits in 
 
 And of a single block XLA computes the read again in each operation that uses it, which may be after the write. So
 two are read where one is needed.
+
+On a GPU or a TPU, XLA also copies an array that is stored and changed in the same step, if it changes it first.
 """
 
 from collections.abc import Sequence
@@ -17,13 +19,18 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+import jax
+from jax import lax
+
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.util import bind_again, evaluate, trace, weakly_cached
+from loopax._src.core.jaxpr.util import bind_again, evaluate, num_bytes, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, equations_in, inner_jaxprs, map_programs
 from loopax._src.settings import calibration
 
 # A smaller array is copied within the time of an operation.
 _MIN_ELEMENTS = 2048
+
+_COPIED_BYTES = 2**20  # a copy of as many takes longer than a kernel more
 
 
 def _writes_rows(eqn: Any) -> bool:
@@ -47,6 +54,20 @@ def _written_by(eqn: Any) -> list[Any]:
 def writes_rows(program: ClosedJaxpr) -> bool:
     """Whether a program writes a small part of a large array."""
     return any(map(_writes_rows, equations_in(program)))
+
+
+def all_computed(values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Values that XLA computes before it uses any of them, so that it does not copy `arrays`, if these are large.
+
+    On a CPU it would copy them all the same. Nothing is done to values on the host.
+    """
+    values = list(values)
+    if calibration().platform == "cpu" or num_bytes(map(jax.typeof, arrays)) < _COPIED_BYTES:
+        return values
+    which = [i for i, x in enumerate(values) if not jaxi.is_on_host(jax.typeof(x))]
+    for i, x in zip(which, lax.optimization_barrier([values[i] for i in which]), strict=True):
+        values[i] = x
+    return values
 
 
 def reading_first(body: ClosedJaxpr, first: int) -> ClosedJaxpr:

@@ -15,7 +15,7 @@ from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, num_bytes, split_list, trace
 from loopax._src.core.lane_effects import acts, guarded
-from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, put, read, write
+from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, put, read, stored_first, write
 from loopax._src.core.masking import common_rows
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, unwritten, vary_like, where, zeros
 from loopax._src.settings import calibration
@@ -68,10 +68,11 @@ def run_saving(
         place, length, plan = decide(saver, remain)
         pairs = zip(saved, loop.saved_of(state.carry), strict=True)
         saved = [write(buffer, place, value) for buffer, value in pairs]
+        saved, carry = stored_first(saved, state.carry)
         if checkpoint_rows is not None:
             checkpoint_rows = write(checkpoint_rows, place, state.position)
         next_stop = walk.advance(state.position, jnp.minimum(length, remain))
-        return Saver(counted.run(steps, state, next_stop), saved, checkpoint_rows, plan)
+        return Saver(counted.run(steps, state._replace(carry=carry), next_stop), saved, checkpoint_rows, plan)
 
     plan, rows = _begun(saving, walk, start, end)
     state, saved, rows, plan = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
-from loopax._src.core.jaxpr.access_order import reading_first
+from loopax._src.core.jaxpr.access_order import all_computed, reading_first
 from loopax._src.core.jaxpr.accumulate import summing_in_place
-from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
+from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list, weakly_cached
 from loopax._src.core.masking import CommonRows, fill_inactive, fill_inactive_p, fills_now, unmasked
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
@@ -312,6 +312,11 @@ def write(array: Any, row: Any, value: Any) -> Any:
     """The array with one row replaced, in place where it stands in a loop's state."""
     update = partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
     return keep_bits(update, array, value, row)
+
+
+def stored_first(stored: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Arrays in which values are stored, and these values, which a loop then changes in place."""
+    return tuple(split_list(all_computed([*stored, *values], values), [len(stored)]))
 
 
 def put(array: Any, row: Any, writes: Any, value: Any) -> Any:

@@ -19,7 +19,7 @@ from loopax._src.core.jaxpr.util import split_list, stacked, trace, weakly_cache
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
-from loopax._src.core.lowering.sweep_slots import Segment, Store, sweep_slots
+from loopax._src.core.lowering.sweep_slots import Store, sweep_slots, with_one_more
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     inner_jaxprs,
@@ -151,15 +151,16 @@ class SlotStack(NamedTuple):
         free = self.store.num_slots - self.top
         stores = (free > 0) & (step == self.next_step) & (remaining > 1)
         distance, passed, ahead = self.division.divided(jnp.maximum(remaining, 2), jnp.maximum(free, 1))
-        store = self.store.put(Segment(state, step, self.top, passed), stores)
+        store = self.store.put(self.top, state, (step, passed), stores=stores)
         division = jax.tree.map(partial(jnp.where, stores), ahead, self.division)
         top, next_step = self.top + stores.astype(jnp.int32), self.next_step + jnp.where(stores, distance, 0)
         return SlotStack(store, top, next_step, division)
 
     def popped(self) -> tuple["SlotStack", list[Any], Any]:
         """As of blocks."""
-        state, step, top, division = self.store.segment(jnp.maximum(self.top - 1, 0))
-        return self._replace(top=top, next_step=step, division=division), state, step
+        top = jnp.maximum(self.top - 1, 0)
+        step, division = self.store.segment(top)
+        return self._replace(top=top, next_step=step, division=division), self.store.state(top), step
 
 
 def stack_of(sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> BlockStack | SlotStack:
@@ -171,10 +172,10 @@ def stack_of(sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: lis
         return BlockStack(saved, states, blocks * size, blocks * size, size)
     store, used = Store.of(sweep, track, checkpoint_rows, saved)
     count = store.num_slots
-    steps = store.segments[:, 0].astype(jnp.int32)
+    steps = store.segments[:-1, 0].astype(jnp.int32)
     ends = jnp.where(jnp.arange(1, count + 1, dtype=jnp.int32) == used, track.num_steps, jnp.roll(steps, -1))
     divisions = schedule.divisions(jnp.maximum(ends - steps, 0), jnp.arange(count, 0, -1, dtype=jnp.int32))
-    store = store._replace(segments=jnp.stack([store.segments[:, 0], *divisions], 1))
+    store = store._replace(segments=with_one_more(steps, divisions))
     ones = jnp.ones((), jnp.uint32)
     return SlotStack(store, used, jnp.zeros_like(used), schedule.Division(ones, ones))
 

@@ -22,26 +22,18 @@ from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.plan import Slots
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, put, read
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, put, read, stored_first, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track
 from loopax._src.jax_internals import where, zeros
-
-
-class Segment(NamedTuple):
-    """The steps from a current state to the end of what has not been walked back."""
-
-    state: list[Any]
-    step: Any  # before which the state is
-    slot: Any  # for this state, which may be stored there; all slots before it are in use, those after it free
-    division: schedule.Division
+from loopax._src.settings import calibration
 
 
 class Store(NamedTuple):
-    """The slots, and of each that is in use the segment that begins with its state."""
+    """The slots of states, in the order of their steps, and of each the steps from there on: its segment."""
 
     slots: list[Any]
-    segments: Any  # uint32[slots, 3]: step, and division
-    order: Any  # int32[slots]: where the slots of the states are, in the order of the states; None: as they are
+    segments: Any  # uint32[slots + 1, 3]: the first step of each segment, and its division
+    order: Any  # int32[2 slots]: behind as many others, where the slots are; None: in their order
 
     @classmethod
     def of(cls, sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> tuple["Store", Any]:
@@ -49,31 +41,44 @@ class Store(NamedTuple):
         assert checkpoint_rows.size == sweep.saving.num_checkpoint_rows()
         rows, order = checkpoint_rows, None
         if not (isinstance(sweep.saving, Slots) and sweep.saving.length_known):
-            rows, order = jnp.split(checkpoint_rows, 2)
+            rows, order = checkpoint_rows[: checkpoint_rows.size // 2], checkpoint_rows
         steps = jnp.where(rows == EMPTY_SLOT, -1, track.step(rows)).astype(jnp.uint32)
         used = jnp.sum(rows != EMPTY_SLOT, dtype=jnp.int32)
-        ones = jnp.ones_like(steps)
-        return cls(saved, jnp.stack([steps, ones, ones], 1), order), used
+        return cls(saved, with_one_more(steps, schedule.Division(*map(jnp.ones_like, (steps, steps)))), order), used
 
     @property
     def num_slots(self) -> int:
         """The number of slots."""
-        return self.segments.shape[0]
+        return self.segments.shape[0] - 1
 
     def place(self, slot: Any) -> Any:
-        """Where a slot is; reads and writes beyond the last slot, or before the first one, are of that slot."""
-        return slot if self.order is None else read(self.order, slot)
+        """Where a slot is; reads and writes beyond the last slot, or before the first one, are of any slot."""
+        return slot if self.order is None else read(self.order, self.num_slots + slot)
 
-    def segment(self, slot: Any) -> Segment:
-        """The segment that begins with the state in a slot."""
-        place, (step, *division) = self.place(slot), read(self.segments, slot)
-        return Segment([read(s, place) for s in self.slots], step.astype(jnp.int32), slot, schedule.Division(*division))
+    def state(self, slot: Any) -> list[Any]:
+        """The state in a slot."""
+        place = self.place(slot)
+        return [read(s, place) for s in self.slots]
 
-    def put(self, segment: Segment, stores: Any) -> "Store":
-        """With another segment in its slot, if `stores`."""
-        place, row = self.place(segment.slot), jnp.stack([segment.step.astype(jnp.uint32), *segment.division])
-        slots = [put(s, place, stores, value) for s, value in zip(self.slots, segment.state, strict=True)]
-        return self._replace(slots=slots, segments=put(self.segments, segment.slot, stores, row))
+    def segment(self, slot: Any) -> tuple[Any, schedule.Division]:
+        """The first step of the segment of a slot, and its division."""
+        step, *division = read(self.segments, slot)
+        return step.astype(jnp.int32), schedule.Division(*division)
+
+    def put(self, slot: Any, state: list[Any], *segments: tuple[Any, schedule.Division], stores: Any = None) -> "Store":
+        """With a state in this slot, if `stores` (None: always), and in any case with its segment, and those behind it.
+
+        The slot must be free, and if `stores`, there must be one.
+        """
+        rows = jnp.stack([jnp.stack([step.astype(jnp.uint32), *division]) for step, division in segments])
+        place, written = self.place(slot), write if stores is None else partial(put, writes=stores)
+        slots = [written(s, place, value=value) for s, value in zip(self.slots, state, strict=True)]
+        return self._replace(slots=slots, segments=lax.dynamic_update_slice_in_dim(self.segments, rows, slot, 0))
+
+
+def with_one_more(steps: Any, divisions: schedule.Division) -> Any:
+    """The segments of all slots, and room for those of a state that has none."""
+    return jnp.pad(jnp.stack([steps.astype(jnp.uint32), *divisions], 1), [(0, 1), (0, 0)])
 
 
 class Turn(NamedTuple):
@@ -88,8 +93,9 @@ class Turn(NamedTuple):
 class BinomialState(NamedTuple):
     """The state of a running reverse sweep."""
 
-    segment: Segment  # the last one that has not been walked back
-    end: Any  # the step behind it
+    state: list[Any]  # before the last segment that has not been walked back
+    slot: Any  # of this segment, where the state may be stored; slots before it are in use, others free
+    end: Any  # the step behind the segment
     store: Store
     progress: LoopState  # the backward walk
 
@@ -99,14 +105,19 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
     store, used = Store.of(bodies.sweep, track, checkpoint_rows, saved)
     evaluated_again = _in_one_loop if bodies.in_one_loop else _in_two_loops
 
+    # A turn begins with a free slot: where there is none, one step remains, which the turn before walks back. So the
+    # state may be stored in any case.
     def one_turn(at: BinomialState) -> BinomialState:
-        (state, step, slot, division), end, store, progress = at
+        state, slot, end, store, progress = at
+        step, division = store.segment(slot)
         free, remain = store.num_slots - slot, end - step
-        too_long, some = remain > free + 1, jnp.maximum(free, 1)
-        divides = too_long & ~division.is_too_low(remain, some)
-        distance, passed, ahead = division.divided(jnp.maximum(remain, 2), some)
-        store = store.put(Segment(state, step, slot, passed), divides)
-        division = jax.tree.map(partial(jnp.where, divides), ahead, division.raised(some))
+        divides = (remain > free + 1) & ~division.is_too_low(remain, free)
+        distance, passed, ahead = division.divided(jnp.maximum(remain, 2), free)
+        rest = jax.tree.map(partial(jnp.where, divides), passed, division.raised(free))
+        store = store.put(slot, state, (step, rest), (step + distance, ahead))
+        if calibration().platform == "gpu":  # a TPU would copy what each step reads
+            slots, state = stored_first(store.slots, state)
+            store = store._replace(slots=slots)
         # The current state is now that before `middle`.
         distance, one = (jnp.where(divides, number, 0) for number in (distance, jnp.ones_like(slot)))
         middle, remain, slot, free = step + distance, remain - distance, slot + one, free - one
@@ -125,14 +136,16 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
         num_stored, steps = len(last), Steps(bodies.backward, take, track.ahead, track.row(middle))
         start = LoopState([*last, *progress.carry], progress.ys, turn.run - 1)
         walked = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
-        popped = store.segment(jnp.maximum(slot - 1, 0))
-        segment = jax.tree.map(partial(where, is_run), popped, Segment(state, middle, slot, division))
-        if not bodies.records:  # it has been read, or nothing has been walked back
-            segment = segment._replace(state=walked.carry[:num_stored])
+        before, end = jnp.maximum(slot - 1, 0), jnp.where(is_run, middle, end)
+        if bodies.records:
+            state = [where(is_run, popped, x) for popped, x in zip(store.state(before), state, strict=True)]
+        else:  # it has been read, or nothing has been walked back
+            state = walked.carry[:num_stored]
         progress = walked._replace(carry=walked.carry[num_stored:])
-        return BinomialState(segment, jnp.where(is_run, middle, end), store, progress)
+        return BinomialState(state, jnp.where(is_run, before, slot), end, store, progress)
 
-    start = BinomialState(store.segment(jnp.maximum(used - 1, 0)), track.num_steps, store, progress)
+    last = jnp.maximum(used - 1, 0)
+    start = BinomialState(store.state(last), last, track.num_steps, store, progress)
     return lax.while_loop(lambda at: at.end > 0, one_turn, start).progress
 
 
