@@ -19,7 +19,7 @@ from loopax._src.core.jaxpr.util import split_list, stacked, trace, weakly_cache
 from loopax._src.core.lowering.loop import evaluate_loop
 from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
-from loopax._src.core.lowering.sweep_slots import Store, sweep_slots, with_one_more
+from loopax._src.core.lowering.sweep_slots import Store, in_segment, sweep_slots, with_one_more
 from loopax._src.jax_internals import (
     ClosedJaxpr,
     inner_jaxprs,
@@ -159,7 +159,7 @@ class SlotStack(NamedTuple):
     def popped(self) -> tuple["SlotStack", list[Any], Any]:
         """As of blocks."""
         top = jnp.maximum(self.top - 1, 0)
-        step, division = self.store.segment(top)
+        step, division = in_segment(self.store.segment(top))
         return self._replace(top=top, next_step=step, division=division), self.store.state(top), step
 
 

@@ -60,20 +60,26 @@ class Store(NamedTuple):
         place = self.place(slot)
         return [read(s, place) for s in self.slots]
 
-    def segment(self, slot: Any) -> tuple[Any, schedule.Division]:
-        """The first step of the segment of a slot, and its division."""
-        step, *division = read(self.segments, slot)
-        return step.astype(jnp.int32), schedule.Division(*division)
+    def segment(self, slot: Any) -> Any:
+        """Of a slot: its row."""
+        return read(self.segments, slot)
 
     def put(self, slot: Any, state: list[Any], *segments: tuple[Any, schedule.Division], stores: Any = None) -> "Store":
         """With a state in this slot, if `stores` (None: always), and in any case with its segment, and those behind it.
 
         The slot must be free, and if `stores`, there must be one.
         """
-        rows = jnp.stack([jnp.stack([step.astype(jnp.uint32), *division]) for step, division in segments])
+        rows = jnp.stack([number for step, division in segments for number in (step.astype(jnp.uint32), *division)])
+        rows = rows.reshape(-1, 3)
         place, written = self.place(slot), write if stores is None else partial(put, writes=stores)
         slots = [written(s, place, value=value) for s, value in zip(self.slots, state, strict=True)]
         return self._replace(slots=slots, segments=lax.dynamic_update_slice_in_dim(self.segments, rows, slot, 0))
+
+
+def in_segment(row: Any) -> tuple[Any, schedule.Division]:
+    """The first step of a segment, and its division."""
+    step, *division = row
+    return step.astype(jnp.int32), schedule.Division(*division)
 
 
 def with_one_more(steps: Any, divisions: schedule.Division) -> Any:
@@ -95,6 +101,7 @@ class BinomialState(NamedTuple):
 
     state: list[Any]  # before the last segment that has not been walked back
     slot: Any  # of this segment, where the state may be stored; slots before it are in use, others free
+    segment: Any  # read before others are written: XLA would copy all of them on a CPU
     end: Any  # the step behind the segment
     store: Store
     progress: LoopState  # the backward walk
@@ -108,8 +115,8 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
     # A turn begins with a free slot: where there is none, one step remains, which the turn before walks back. So the
     # state may be stored in any case.
     def one_turn(at: BinomialState) -> BinomialState:
-        state, slot, end, store, progress = at
-        step, division = store.segment(slot)
+        state, slot, segment, end, store, progress = at
+        step, division = in_segment(segment)
         free, remain = store.num_slots - slot, end - step
         divides = (remain > free + 1) & ~division.is_too_low(remain, free)
         distance, passed, ahead = division.divided(jnp.maximum(remain, 2), free)
@@ -142,10 +149,11 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
         else:  # it has been read, or nothing has been walked back
             state = walked.carry[:num_stored]
         progress = walked._replace(carry=walked.carry[num_stored:])
-        return BinomialState(state, jnp.where(is_run, before, slot), end, store, progress)
+        slot = jnp.where(is_run, before, slot)
+        return BinomialState(state, slot, store.segment(slot), end, store, progress)
 
     last = jnp.maximum(used - 1, 0)
-    start = BinomialState(store.state(last), last, track.num_steps, store, progress)
+    start = BinomialState(store.state(last), last, store.segment(last), track.num_steps, store, progress)
     return lax.while_loop(lambda at: at.end > 0, one_turn, start).progress
 
 
