@@ -106,7 +106,8 @@ class Divided(NamedTuple):
 
 def _fraction(value: Any, numerator: Any, denominator: Any) -> Any:
     """`value * numerator / denominator`, which is an integer, without the large product."""
-    return value // denominator * numerator + value % denominator * numerator // denominator
+    whole = value // denominator
+    return whole * numerator + (value - whole * denominator) * numerator // denominator
 
 
 def advance(num_steps: int, slots: int) -> int:

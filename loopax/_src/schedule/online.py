@@ -149,6 +149,7 @@ def _raised(state: Online) -> Any:
     limits, repetitions = state.limits, state.repetitions
     factors = jnp.arange(limits.size, 0, -1, dtype=jnp.int32) + repetitions
     factors, repetitions, most = jnp.broadcast_arrays(factors, repetitions, jnp.int32(NEVER))
-    whole, rest = lax.div(limits, repetitions), lax.rem(limits, repetitions)  # `//` would ask for signs
+    whole = lax.div(limits, repetitions)  # `//` would ask for signs
+    rest = limits - whole * repetitions
     too_large = whole >= lax.div(most, factors)
     return jnp.where(too_large, NEVER, jnp.where(too_large, 0, whole) * factors + lax.div(rest * factors, repetitions))
