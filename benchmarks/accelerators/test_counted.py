@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -17,6 +18,7 @@ from benchmarks.accelerators.counted import (
     counted,
     elementwise,
     gradient_of,
+    products,
 )
 from benchmarks.accelerators.counting import loops
 from benchmarks.accelerators.memory import CASES, row
@@ -56,6 +58,22 @@ def test_lengths_are_known(name, body):
     found = of("gradient of a scan", name, body).loops
     assert found
     assert all(loop.trips is not None for loop in found)
+
+
+@pytest.mark.parametrize("loop", ["static", "dynamic", "unknown"])
+def test_no_large_carry_is_copied(loop):
+    """With slots: a state is stored before the loop changes it."""
+    h, w, kind = jnp.ones((512, 512)), jnp.ones((512, 512)), lx.Checkpointed(CHECKPOINTS)
+
+    def loss(h, w, n):
+        take = lambda h: products(h, w)
+        if loop == "unknown":
+            return lx.while_loop(lambda h: h.sum() > 0, take, h, kind=kind).sum()
+        return lx.fori_loop(0, STEPS if loop == "static" else n, lambda i, h: take(h), h, kind=kind).sum()
+
+    found = loops(compiled(TARGETS["h100"], jax.grad(loss, (0, 1)), h, w, jnp.int32(STEPS)).text)
+    assert len(found) >= 6
+    assert max(size for loop in found for size in (0, *loop.copies)) < h.nbytes
 
 
 @pytest.mark.parametrize("options", [{}, {"max_steps": 2 * STEPS}], ids=["without a bound", "max_steps"])

@@ -105,6 +105,37 @@ def test_a_large_carry_is_written_only_where_it_is_to_be_stored_on_a_gpu():
         assert gradient.lower(jnp.ones(2**18)).as_text().count("stablehlo.while") == 6
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_large_carry_is_stored_before_it_changes_on_a_gpu(is_known):
+    """Where XLA is given an order, of numbers and of keys; with slots and a step that is taken in two loops."""
+
+    def loss(x, n):
+        take = lambda c: (jnp.sin(c[0]) + jax.random.uniform(c[1]), jax.random.split(c[1])[0], c[2] + 1)
+        start = (x, jax.random.key(0), 0)
+        if is_known:
+            return lx.fori_loop(0, 20, lambda i, c: take(c), start, kind=lx.Checkpointed(3))[0].sum()
+        return lx.while_loop(lambda c: c[2] < n, take, start, kind=lx.Checkpointed(3))[0].sum()
+
+    x = jnp.linspace(0, 1, 2**17)
+    expected = jax.jit(jax.grad(loss))(x, 20)
+    with lx.configure(calibration="h100"):
+        gradient = jax.jit(jax.grad(loss))
+        assert "optimization_barrier" in gradient.lower(x, 20).as_text()
+        np.testing.assert_allclose(gradient(x, 20), expected)
+
+
+@pytest.mark.parametrize("checkpoints", [3, 40])
+def test_a_turn_copies_no_table(checkpoints):
+    """What is known of all segments: XLA on a CPU would copy it, where rows are read after others are written."""
+    gradient = jax.jit(
+        jax.grad(lambda x: lx.fori_loop(0, 999, lambda i, x: jnp.sin(x), x, kind=lx.Checkpointed(checkpoints)))
+    )
+    lines = gradient.lower(1.0).compile().as_text().splitlines()
+    tables = [line for line in lines if f"u32[{checkpoints + 1},3]" in line]
+    assert any("dynamic-update-slice" in line for line in tables)
+    assert not [line for line in tables if " copy(" in line]
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("lanes", [False, True])
 def test_every_order_of_a_loop_without_a_bound(lanes):
