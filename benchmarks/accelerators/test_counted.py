@@ -63,7 +63,7 @@ def test_lengths_are_known(name, body):
 @pytest.mark.parametrize("loop", ["static", "dynamic", "unknown"])
 def test_no_large_carry_is_copied(loop):
     """With slots: a state is stored before the loop changes it."""
-    h, w, kind = jnp.ones((512, 512)), jnp.ones((512, 512)), lx.Checkpointed(CHECKPOINTS)
+    h, w, kind = jnp.ones((1024, 1024)), jnp.ones((1024, 1024)), lx.Checkpointed(CHECKPOINTS)
 
     def loss(h, w, n):
         take = lambda h: products(h, w)
