@@ -214,3 +214,22 @@ def test_cotangents_of_shared_values_are_summed_once(name):
         assert_close(jax.jit(way(of_devices))(SHARED), jax.jit(way(lanes))(SHARED))
     text = jax.jit(gradient(of_devices)).lower(SHARED).compile().as_text() or ""
     assert (collectives_in_loops(text) == []) == at_once
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("calibration", ["h100", "tpu-v5e"])
+def test_a_large_carry_on_accelerators(calibration, is_known):
+    """XLA is given an order of what varies over the devices, and of what does not, such as the number of the step."""
+
+    def loss(x):
+        take, start, kind = lambda c: (jnp.sin(c[0]), c[1] + 1), (x, 0), lx.Checkpointed(3)
+        if is_known:
+            return lx.fori_loop(0, 12, lambda i, c: take(c), start, kind=kind)[0].sum()
+        return lx.while_loop(lambda c: c[1] < 12, take, start, kind=kind)[0].sum()
+
+    of_devices = jax.shard_map(lambda x: lax.psum(loss(x), "d"), mesh=mesh(), in_specs=SPEC, out_specs=PartitionSpec())
+    x = jnp.linspace(0, 1, 8 * 2**17)
+    with lx.configure(calibration=calibration):
+        gradient = jax.jit(jax.grad(of_devices))
+        assert "optimization_barrier" in gradient.lower(x).as_text()
+        assert_close(gradient(x), jax.jit(jax.grad(loss))(x))

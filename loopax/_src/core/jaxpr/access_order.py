@@ -64,9 +64,13 @@ def all_computed(values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     values = list(values)
     if calibration().platform == "cpu" or num_bytes(map(jax.typeof, arrays)) < _COPIED_BYTES:
         return values
-    which = [i for i, x in enumerate(values) if not jaxi.is_on_host(jax.typeof(x))]
-    for i, x in zip(which, lax.optimization_barrier([values[i] for i in which]), strict=True):
-        values[i] = x
+    alike = dict[frozenset[Any], list[int]]()  # JAX would make what is the same on all devices vary with the others
+    for i, x in enumerate(values):
+        if not jaxi.is_on_host(jax.typeof(x)):
+            alike.setdefault(jaxi.varying_axes(x), []).append(i)
+    for which in alike.values():
+        for i, x in zip(which, lax.optimization_barrier([values[i] for i in which]), strict=True):
+            values[i] = x
     return values
 
 
