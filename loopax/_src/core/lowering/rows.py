@@ -11,7 +11,7 @@ from jax import lax
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.jaxpr.access_order import all_computed, reading_first
 from loopax._src.core.jaxpr.accumulate import summing_in_place
-from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, split_list, weakly_cached
+from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
 from loopax._src.core.masking import CommonRows, fill_inactive, fill_inactive_p, fills_now, unmasked
 from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
 
@@ -316,7 +316,8 @@ def write(array: Any, row: Any, value: Any) -> Any:
 
 def stored_first(stored: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Arrays in which values are stored, and these values, which a loop then changes in place."""
-    return tuple(split_list(all_computed([*stored, *values], values), [len(stored)]))
+    computed = all_computed([*stored, *values], values)
+    return computed[: len(stored)], computed[len(stored) :]
 
 
 def put(array: Any, row: Any, writes: Any, value: Any) -> Any:
