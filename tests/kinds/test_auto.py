@@ -7,7 +7,7 @@ import pytest
 import loopax as lx
 from loopax._src.core import Checkpoints, EveryCarry, EveryResidual
 from loopax._src.core.ir.kind import LoopFacts, ResidualFacts, StepFacts
-from loopax._src.core.jaxpr.cost import arithmetic
+from loopax._src.core.jaxpr.cost import arithmetic, evaluation
 from loopax._src.jax_internals import one_function as one_function_of_cpu
 from loopax._src.settings import H100, calibration, costs
 from tests.core.lowering.test_memory import STATE, WEIGHTS, temporary
@@ -192,6 +192,22 @@ def test_costs_of_steps():
     image, kernel = jnp.ones((1, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
     convolution = lambda image: jax.lax.conv(image, kernel, (1, 1), "SAME")
     assert cost(convolution, image) == pytest.approx(costs().convolution * 2 * (4 * 8 * 8) * (3 * 3 * 3))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda h: jnp.stack([h, h]),
+        lambda h: jnp.concatenate([h, h]),
+        lambda h: h.at[3].multiply(2.0),
+        lambda h: jax.lax.top_k(h, 2),
+    ],
+    ids=["stack", "concatenate", "scatter", "top_k"],
+)
+def test_operations_that_are_not_fused_cost_a_call(operation):
+    assert (
+        evaluation(jax.make_jaxpr(operation)(STATE)) >= costs().call > evaluation(jax.make_jaxpr(jnp.negative)(STATE))
+    )
 
 
 def test_costs_of_loops_in_steps():

@@ -229,12 +229,13 @@ reads_more_than_it_returns = one_of(
 # Computed by an operation of its own, into which XLA fuses the elementwise operations before it.
 takes_fused = one_of(
     *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")),
-    *("argmax", "argmin", "dynamic_update_slice", "concatenate"),
+    *("argmax", "argmin", "dynamic_update_slice", "concatenate", "stack"),
 )
 # Computed by an operation of its own, into which nothing is fused.
 stands_alone = one_of(
     *("dot_general", "conv_general_dilated", "while", "scan", "cond", "sort", "fft", "rng_bit_generator"),
-    *("scatter", "scatter-add", "scatter_add", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+    *(f"scatter{kind}" for kind in ("", "-add", "_add", "-sub", "-mul", "-min", "-max")),
+    *("top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
     *("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "custom_linear_solve", "shard_map"),
     *("pure_callback", "io_callback", "debug_callback", "reduce_window_max", "reduce_window_sum"),
 )

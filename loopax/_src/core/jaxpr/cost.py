@@ -148,7 +148,8 @@ def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float], of_step: f
     """
     total = 0.0
     for eqn in eqns:
-        inner = [_total(jaxpr.eqns, of_operation, of_step) for jaxpr in inner_jaxprs(eqn)]
+        programs = [] if jaxi.updates(eqn) else inner_jaxprs(eqn)  # how a scatter combines two numbers is none
+        inner = [_total(program.eqns, of_operation, of_step) for program in programs]
         if not inner:
             total += of_operation(eqn)
         elif jaxi.is_cond(eqn):
