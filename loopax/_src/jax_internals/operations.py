@@ -80,10 +80,9 @@ keeps_finite = one_of(
 
 # ---- what is written in place
 
-updates = one_of(
-    *("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"),
-    *("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max"),
-)
+_SCATTERS = ("scatter", *(f"scatter{sign}{kind}" for kind in ("add", "sub", "mul", "min", "max") for sign in "-_"))
+
+updates = one_of("dynamic_update_slice", *_SCATTERS)
 
 _replaces = one_of("dynamic_update_slice", "scatter")
 
@@ -234,8 +233,7 @@ takes_fused = one_of(
 # Computed by an operation of its own, into which nothing is fused.
 stands_alone = one_of(
     *("dot_general", "conv_general_dilated", "while", "scan", "cond", "sort", "fft", "rng_bit_generator"),
-    *(f"scatter{kind}" for kind in ("", "-add", "_add", "-sub", "-mul", "-min", "-max")),
-    *("top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+    *(*_SCATTERS, "top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
     *("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "custom_linear_solve", "shard_map"),
     *("pure_callback", "io_callback", "debug_callback", "reduce_window_max", "reduce_window_sum"),
 )
