@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from loopax._src.schedule.binomial import evaluations, evaluations_from, forward, replay
-from loopax._src.schedule.online import Online, online, online_stored, start, store
+from loopax._src.schedule.online import (
+    NEVER,
+    Online,
+    online,
+    online_stored,
+    start,
+    start_in_one_array,
+    store,
+    store_if_due,
+)
 from tests.schedule.lengths import STEPS, each_number_of_slots, lengths
 from tests.support.schedule_machine import execute
 
@@ -84,11 +93,29 @@ def test_one_can_be_dropped_wherever_the_schedule_comes_to(slots):
     assert not too_long
 
 
-@each_number_of_slots(1)
-def test_it_stores_the_same_without_branches(slots):
-    """With r up to 4, on the way to which it raises r in a branch."""
-    stored, state, step = jax.jit(store, static_argnums=2), start(slots), 0
+def test_one_slot_in_one_array():
+    """It has the first carry, and no other."""
+    table, slot, is_due = store_if_due(start_in_one_array(1), jnp.int32(0), 1)
+    assert is_due
+    assert (int(slot), int(table[0, 0]), int(table[4, 3])) == (0, 0, NEVER)
+
+
+@each_number_of_slots(2)
+def test_it_stores_the_same_in_one_array(slots):
+    """With r up to 4, on the way to which it raises r in a branch; nothing changes where no carry is due."""
+    stored, if_due = jax.jit(store), jax.jit(store_if_due, static_argnums=2)
+    state, table, step = start(slots), start_in_one_array(slots), 0
     while step < min(STEPS, comb(slots + 4, 4)):
-        expected, found = (stored(state, np.int32(step), branches) for branches in (True, False))
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
-        state, step = found[0], step + int(found[2])
+        before, _, is_due = if_due(table, np.int32(step + 1), slots)
+        assert not is_due
+        np.testing.assert_array_equal(before, table)
+        (state, slot, length), (table, found, is_due) = (
+            stored(state, np.int32(step)),
+            if_due(table, np.int32(step), slots),
+        )
+        assert is_due
+        assert found == slot
+        for row, expected in zip(table, (state.stored, state.slots, state.limits), strict=False):
+            np.testing.assert_array_equal(row[:slots], expected)
+        step += int(length)
+        assert table[4, :4].tolist() == [state.dropped, state.repetitions, state.stride, step]

@@ -223,6 +223,13 @@ reads_more_than_it_returns = one_of(
     *("argmax", "argmin", "sort"),
 )
 
+# Worth a place in memory, if a loop would compute it in each step.
+is_kept_for_steps = one_of(
+    *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")),
+    *("argmax", "argmin", "sort", "dot_general", "conv_general_dilated"),
+    *("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "fft"),
+)
+
 # ---- what XLA fuses on a CPU
 
 # Computed by an operation of its own, into which XLA fuses the elementwise operations before it.

@@ -4,6 +4,14 @@ May import: nothing of loopax.
 """
 
 from loopax._src.schedule.binomial import Division, divisions
-from loopax._src.schedule.online import Online, start, store
+from loopax._src.schedule.online import Online, start, start_in_one_array, store, store_if_due
 
-__all__ = ["Division", "Online", "divisions", "start", "store"]
+__all__ = [
+    "Division",
+    "Online",
+    "divisions",
+    "start",
+    "start_in_one_array",
+    "store",
+    "store_if_due",
+]

@@ -13,7 +13,7 @@ one slot, cost about n / 32 evaluations.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -37,51 +37,99 @@ class Online(NamedTuple):
 
 def start(slots: int) -> Online:
     """The state before the first step."""
-    # XLA makes a kernel for an array of equal numbers, or of numbers that count up, and copies another constant. So the
-    # first step and the last limit, which are never read, are others.
-    stored, limits = np.full(slots, -1, np.int32), np.ones(slots, np.int32)
-    stored[0], limits[-1] = -2, 0
-    ids = np.arange(slots, dtype=np.int32)[::-1]
-    return Online(*map(jnp.asarray, (stored, ids, np.int32(0), limits, np.int32(1), np.int32(1))))
+    return jax.tree.map(jnp.asarray, _start(slots))
 
 
-def store(state: Online, step: Any, branches: bool = True) -> tuple[Online, Any, Any]:
+def _start(slots: int) -> Online:
+    stored, ids, limits = np.full(slots, -1), np.arange(slots)[::-1], np.ones(slots)
+    return Online(*(np.asarray(x, np.int32) for x in (stored, ids, 0, limits, 1, 1)))
+
+
+def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
     """Store the carry before `step`, which is 0 in the first call.
 
-    Returns the next state, the slot that takes the carry, and the number of steps to the next call. Without `branches`,
-    what a branch would compute is computed in each call, in as few kernels as can be: for devices on which these count.
+    Returns the next state, the slot that takes the carry, and the number of steps to the next call.
     """
     count = state.stored.size
     if count == 1:
         return state._replace(stored=state.stored * 0), jnp.zeros((), jnp.int32), jnp.int32(NEVER)
     # Those behind the dropped one move forward, and `step` stands last, in the slot that has become free.
     slot, positions = state.slots[state.dropped], jnp.arange(count, dtype=jnp.int32)
-    following = _joined if branches else _padded
 
     def moved(values: Any, last: Any) -> Any:
-        return jnp.where(positions < state.dropped, values, following(values, last))
+        return jnp.where(positions < state.dropped, values, _joined(values, last))
 
     stored, repetitions = moved(state.stored, step), state.repetitions
     grows = (16 * (state.stride + 1) ** 2 <= step) & (repetitions > 2)
     stride = state.stride + grows.astype(jnp.int32)
-    soon = _droppable(stored, following(stored[1:], step + stride), state.limits, repetitions)
+    soon = _droppable(stored, _joined(stored[1:], step + stride), state.limits, repetitions)
 
     # Where nothing can be dropped before r grows, the last segment may have as many steps as r now allows. Then one can
     # be, wherever the schedule comes to (tests/schedule/test_online.py); if not, the last one is.
     def with_one_more() -> tuple[Any, Any, Any]:
-        limits, longer = _raised(state), jnp.maximum(stride, repetitions)
-        later = _droppable(stored, following(stored[1:], step + longer), limits, repetitions + 1)
+        limits, longer = _raised(state.limits, repetitions, count), jnp.maximum(stride, repetitions)
+        later = _droppable(stored, _joined(stored[1:], step + longer), limits, repetitions + 1)
         return limits, jnp.where(later > 0, later, count - 1), longer
 
     # While slots are unused, r is 1, and so only these can be dropped: the second one, or the first if it is the last.
     raises = (soon == 0) & (stored[0] >= 0)
-    otherwise = state.limits, soon, stride
-    if branches:
-        limits, dropped, length = lax.cond(raises, with_one_more, lambda: otherwise)
-    else:
-        limits, dropped, length = jax.tree.map(partial(jnp.where, raises), with_one_more(), otherwise)
+    limits, dropped, length = lax.cond(raises, with_one_more, lambda: (state.limits, soon, stride))
     slots, repetitions = moved(state.slots, slot), repetitions + raises.astype(jnp.int32)
     return Online(stored, slots, dropped, limits, repetitions, stride), slot, length
+
+
+# The same decisions in few kernels, for devices on which a kernel counts, and not what it computes. The state is one
+# array, int32[5, max(c, 4)]. Its rows are `stored`, `slots`, `limits`, the limits for one repetition more, and numbers:
+# `dropped`, `repetitions`, `stride`, and the step before which the next carry is stored. What the branch of `store`
+# computes is computed in each step, whether a carry is stored before it or not.
+
+
+def start_in_one_array(slots: int) -> Any:
+    """As `start`."""
+    state, table = _start(slots), np.zeros((5, max(slots, 4)), np.int32)
+    table[:4, :slots] = state.stored, state.slots, state.limits, np.arange(slots + 1, 1, -1)
+    table[4, :4] = state.dropped, state.repetitions, state.stride, 0
+    return jnp.asarray(table)
+
+
+def store_if_due(state: Any, step: Any, count: int) -> tuple[Any, Any, Any]:
+    """Store the carry before `step` in one of c slots, if it is due; also the slot, and whether it is."""
+    stored, slots, limits, raised, (dropped, repetitions, stride, due, *_) = state
+    slot = lax.dynamic_index_in_dim(slots, dropped, keepdims=False, allow_negative_indices=False)
+    positions = jnp.arange(state.shape[1], dtype=jnp.int32)
+
+    def following(values: Any, last: Any, distance: int = 1) -> Any:
+        moved = lax.pad(values[distance:], jnp.int32(0), [(0, distance, 0)])
+        return jnp.where(positions == count - distance, last, moved)
+
+    stored, slots = (
+        jnp.where(positions < dropped, values, following(values, last))
+        for values, last in ((stored, step), (slots, slot))
+    )
+    grows = (16 * (stride + 1) ** 2 <= step) & (repetitions > 2)
+    stride = stride + grows.astype(jnp.int32)
+    longer = jnp.maximum(stride, repetitions)
+
+    # Which can be dropped: in the first row as it is, in the second with one repetition more.
+    more = jnp.arange(2, dtype=jnp.int32)[:, None] == 1
+    reach = jnp.where(more, step + longer, step + stride)
+    reach = jnp.where(positions[None] == count - 2, reach, following(stored, 0, 2)[None])
+    can = (reach - stored[None] <= jnp.where(more, raised[None], limits[None])) & (positions[None] < count - 1)
+    earliest = repetitions + more.astype(jnp.int32) <= 2
+    keys = jnp.where(earliest, count - 1 - positions[None], positions[None] + 1)
+    found = jnp.max(jnp.where(can, keys, 0), 1)
+    soon, later = jnp.where(earliest[:, 0] & (found > 0), count - found, found)
+    raises = (soon == 0) & (stored[0] >= 0)
+    limits, repetitions = jnp.where(raises, raised, limits), repetitions + raises.astype(jnp.int32)
+    raised = jnp.where(raises, _raised(raised, repetitions, count), raised)
+    dropped = jnp.where(raises, jnp.where(later > 0, later, count - 1), soon)
+    length = jnp.where(raises, longer, stride) if count > 1 else NEVER
+    numbers = (dropped, repetitions, stride, step + jnp.minimum(length, NEVER - step))
+    row = reduce(jnp.add, (jnp.where(positions == i, number, 0) for i, number in enumerate(numbers)))
+    places, is_due = jnp.arange(5, dtype=jnp.int32)[:, None], step == due
+    rows = enumerate((stored, slots, limits, raised, row))
+    new = reduce(jnp.add, (jnp.where(places == i, row[None], 0) for i, row in rows))
+    return jnp.where(is_due, new, state), slot, is_due
 
 
 _store = jax.jit(store)
@@ -125,12 +173,6 @@ def _joined(values: Any, last: Any) -> Any:
     return jnp.concatenate([values[1:], last[None]])
 
 
-def _padded(values: Any, last: Any) -> Any:
-    """As `_joined`, of operations that a GPU fuses with others; a CPU takes longer for them."""
-    is_last = jnp.arange(values.size, dtype=jnp.int32) == values.size - 1
-    return jnp.where(is_last, last, lax.pad(values[1:], jnp.int32(0), [(0, 1, 0)]))
-
-
 def _droppable(stored: Any, following: Any, limits: Any, repetitions: Any) -> Any:
     """Which stored carry to drop: the earliest that can be, or the latest; 0: none can.
 
@@ -144,10 +186,9 @@ def _droppable(stored: Any, following: Any, limits: Any, repetitions: Any) -> An
     return jnp.where(earliest & (best > 0), count - best, best)
 
 
-def _raised(state: Online) -> Any:
+def _raised(limits: Any, repetitions: Any, count: int) -> Any:
     """The limits for one repetition more: from C(f + r - 1, f) to C(f + r, f), or to `NEVER` where int32 ends."""
-    limits, repetitions = state.limits, state.repetitions
-    factors = jnp.arange(limits.size, 0, -1, dtype=jnp.int32) + repetitions
+    factors = jnp.arange(count, count - limits.size, -1, dtype=jnp.int32) + repetitions
     factors, repetitions, most = jnp.broadcast_arrays(factors, repetitions, jnp.int32(NEVER))
     whole = lax.div(limits, repetitions)  # `//` would ask for signs
     rest = limits - whole * repetitions

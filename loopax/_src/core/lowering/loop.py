@@ -15,7 +15,19 @@ from loopax._src.core.ir.plan import Blocks, Saving, Slots
 from loopax._src.core.jaxpr.types import nan_if, unvarying
 from loopax._src.core.jaxpr.util import MOST_STEPS, flatten, num_bytes, split_list, trace
 from loopax._src.core.lane_effects import acts, guarded
-from loopax._src.core.lowering.rows import NEVER, Body, LoopState, RowLoop, Steps, Watch, put, read, stored_first, write
+from loopax._src.core.lowering.rows import (
+    NEVER,
+    Body,
+    LoopState,
+    RowLoop,
+    Steps,
+    Watch,
+    put,
+    read,
+    stored_first,
+    while_asked,
+    write,
+)
 from loopax._src.core.masking import common_rows
 from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun, unwritten, vary_like, where, zeros
 from loopax._src.settings import calibration
@@ -53,8 +65,11 @@ def run_saving(
             free = saving.count - used
             length, _, ahead = division.divided(jnp.maximum(remain, 2), free)
             return used, jnp.where(free == 1, remain, length), (used + 1, ahead)
-        branches = not calibration().look  # of which the host would be asked
-        plan, slot, length = schedule.store(saver.plan, walk.distance(start, saver.state.position), branches)
+        step = walk.distance(start, saver.state.position)
+        if calibration().look:  # the host would be asked about branches
+            plan, slot, _ = schedule.store_if_due(saver.plan, step, saving.count)
+            return slot, plan[4, 3] - step, plan
+        plan, slot, length = schedule.store(saver.plan, step)
         return slot, length, plan
 
     def goes_on(saver: Saver) -> Any:
@@ -75,9 +90,9 @@ def run_saving(
         return Saver(counted.run(steps, state._replace(carry=carry), next_stop), saved, checkpoint_rows, plan)
 
     plan, rows = _begun(saving, walk, start, end)
-    state, saved, rows, plan = lax.while_loop(goes_on, stretch, Saver(state, room, rows, plan))
+    state, saved, rows, plan = while_asked(goes_on, stretch, Saver(state, room, rows, plan))
     if rows is None:
-        rows = start[None] if isinstance(saving, Blocks) else _in_order(plan, walk, start)
+        rows = start[None] if isinstance(saving, Blocks) else _in_order(plan, saving.count, walk, start)
     return state if walk.limited else _poisoned(state), [*saved, rows]
 
 
@@ -86,7 +101,8 @@ def _begun(saving: Blocks | Slots, walk: RowLoop, start: Any, end: Any) -> tuple
     if isinstance(saving, Blocks):
         return jnp.int32(0), None
     if not saving.length_known:
-        return schedule.start(saving.count), None
+        begin = schedule.start_in_one_array if calibration().look else schedule.start
+        return begin(saving.count), None
     division = schedule.divisions(jnp.maximum(walk.distance(start, end), 0), jnp.int32(saving.count))
     return (jnp.int32(0), division), jnp.full(saving.count, EMPTY_SLOT, jnp.int32)
 
@@ -101,27 +117,32 @@ def _run_online(
     start, sizes = state.position, [len(state.carry), len(room)]
 
     def take(body: Callable[..., Any], row: Any, position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry, saved, (stop, *plan) = split_list(values, sizes)
-        is_due, plan = position == stop, schedule.Online(*plan)
-        later, slot, length = schedule.store(plan, walk.distance(start, position), branches=False)
-        next_stop = walk.advance(position, jnp.minimum(length, walk.distance(position, end)))
+        carry, saved, (remembered,) = split_list(values, sizes)
+        remembered, slot, is_due = schedule.store_if_due(remembered, walk.distance(start, position), saving.count)
         saved = [put(x, slot, is_due, value) for x, value in zip(saved, loop.saved_of(carry), strict=True)]
-        decided = map(partial(jnp.where, is_due), (next_stop, *later), (stop, *plan))
         carry, y = steps.take(body, row, position, carry)
-        return [*carry, *saved, *decided], y
+        return [*carry, *saved, remembered], y
 
-    begun = state._replace(carry=[*state.carry, *room, start, *schedule.start(saving.count)])
-    done = walk._replace(limited=True).run(steps._replace(take=take), begun, end)
-    carry, saved, (_, *plan) = split_list(done.carry, sizes)
+    remembered = schedule.start_in_one_array(saving.count)
+    done = walk._replace(limited=True).run(
+        steps._replace(take=take), state._replace(carry=[*state.carry, *room, remembered]), end
+    )
+    carry, saved, (remembered,) = split_list(done.carry, sizes)
     state = done._replace(carry=carry)
-    return state if walk.limited else _poisoned(state), [*saved, _in_order(schedule.Online(*plan), walk, start)]
+    return state if walk.limited else _poisoned(state), [*saved, _in_order(remembered, saving.count, walk, start)]
 
 
-def _in_order(plan: schedule.Online, walk: RowLoop, start: Any) -> Any:
-    """The rows before which carries were saved, in order, with those of unused slots last; and then their slots."""
-    rows = jnp.where(plan.stored < 0, EMPTY_SLOT, walk.advance(start, plan.stored))
-    unused = jnp.sum(plan.stored < 0, dtype=jnp.int32)
-    return jnp.roll(jnp.stack([rows, plan.slots]), -unused, axis=1).reshape(-1)
+def _in_order(plan: Any, count: int, walk: RowLoop, start: Any) -> Any:
+    """The rows before which carries were saved, in order, with those of unused slots last; and then their slots.
+
+    The first two rows, or fields, of what the schedule remembers say them for so many slots.
+    """
+    stored, slots = (x[:count] for x in plan[:2])
+    rows = jnp.where(stored < 0, EMPTY_SLOT, walk.advance(start, stored))
+    unused = jnp.sum(stored < 0, dtype=jnp.int32)
+    twice = jnp.tile(jnp.stack([rows, slots]), 2)
+    # XLA would compute it once more in each kernel that reads it.
+    return lax.optimization_barrier(lax.dynamic_slice_in_dim(twice, unused, rows.size, 1).reshape(-1))
 
 
 def _run_even_blocks(

@@ -11,9 +11,61 @@ from jax import lax
 from loopax._src.core.ir.annotations import UNKNOWN, Reports
 from loopax._src.core.jaxpr.access_order import all_computed, reading_first
 from loopax._src.core.jaxpr.accumulate import summing_in_place
+from loopax._src.core.jaxpr.dependence import always_ends
 from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes, weakly_cached
 from loopax._src.core.masking import CommonRows, fill_inactive, fill_inactive_p, fills_now, unmasked
-from loopax._src.jax_internals import ClosedJaxpr, dce, jaxpr_as_fun, keep_bits, replace_jaxpr, where
+from loopax._src.jax_internals import (
+    ClosedJaxpr,
+    Literal,
+    dce,
+    equations_in,
+    inlinable,
+    inner_jaxprs,
+    is_kept_for_steps,
+    jaxpr_as_fun,
+    keep_bits,
+    replace_jaxpr,
+    where,
+)
+from loopax._src.settings import calibration
+
+# What follows from constants alone, computed once before a loop: XLA does that for a CPU, and for no other device.
+#
+# Operations that XLA fuses with what reads them stay in the loop.
+
+
+class ComputedBefore(NamedTuple):
+    """A body that is given some of what follows from its constants."""
+
+    program: ClosedJaxpr  # (*consts) -> what it is given
+    body: ClosedJaxpr  # (row, *consts, *what it is given, *leaves) -> results
+
+
+@weakly_cached
+def computed_before(body: ClosedJaxpr, num_consts: int) -> ComputedBefore | None:
+    """The body (row, *consts, *leaves) without such operations; None where it has none."""
+    row, *consts = body.invars[: 1 + num_consts]
+    fixed, found = {*consts, *body.constvars}, list[Any]()
+    for eqn in body.eqns:
+        is_fixed = all(isinstance(atom, Literal) or atom in fixed for atom in eqn.invars)
+        program = inlinable(eqn)
+        if not is_fixed or not (always_ends(program) if program else not (eqn.effects or any(inner_jaxprs(eqn)))):
+            continue
+        fixed.update(eqn.outvars)
+        pays = any(map(is_kept_for_steps, [eqn, *(equations_in(program) if program else ())]))
+        if pays and num_bytes(v.aval for v in eqn.outvars) <= num_bytes(x.aval for x in eqn.invars):
+            found.extend(eqn.outvars)
+    rest = body.invars[1 + num_consts :]
+    others = [eqn for eqn in body.eqns if not any(variable in found for variable in eqn.outvars)]
+    given = replace_jaxpr(body, [row, *consts, *found, *rest], body.outvars, others)
+    keep = [True] * (1 + num_consts) + [False] * len(found) + [True] * len(rest)
+    given, used = dce(given, [True] * len(body.outvars), keep)
+    found = [variable for variable, is_used in zip(found, used[1 + num_consts :], strict=False) if is_used]
+    if not found:
+        return None
+    of_consts = [0 < i <= num_consts for i in range(len(body.invars))]
+    return ComputedBefore(dce(replace_jaxpr(body, body.invars, found), [True] * len(found), of_consts)[0], given)
+
 
 # Large constants of lanes, filled once for each set of active lanes instead of once in each step.
 #
@@ -70,6 +122,8 @@ class Body(NamedTuple):
     @classmethod
     def of(cls, closed: ClosedJaxpr, consts: list[Any], rows: CommonRows | None, num_carry: int = 0) -> "Body":
         """Of a jaxpr; which lanes are active must follow from row, consts and the first `num_carry` leaves."""
+        if calibration().platform != "cpu" and (before := computed_before(closed, len(consts))):
+            closed, consts = before.body, [*consts, *jaxpr_as_fun(before.program)(*consts)]
         if outside := filled_outside(closed, len(consts), num_carry):
             first = 1 + len(consts) + len(outside.which)
             return cls(_in_place(outside.body, first), consts, outside)
@@ -193,6 +247,7 @@ class RowLoop(NamedTuple):
     predicated: bool = False
     limited: bool = True  # False: only the predicate stops it, and the position has no meaning
     watch: "Watch | None" = None  # how the loop reports; None: it does not
+    length_known: bool = True  # by XLA, where limits are constants
 
     def first(self, low: Any, high: Any) -> Any:
         """The row of the first step."""
@@ -254,7 +309,9 @@ class RowLoop(NamedTuple):
             parts += [(common, end)] if last is None else [(common, jnp.minimum(last, end)), (body, end)]
         for part, stop in parts:
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
-                state = lax.while_loop(self._enough(stop, size), self._several(steps, part, size), state)
+                goes_on, several = self._enough(stop, size), self._several(steps, part, size)
+                loop = lax.while_loop if self.length_known and not self.predicated else while_asked
+                state = loop(goes_on, several, state)
         return state
 
     def run_at_most_once(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
@@ -300,6 +357,21 @@ class RowLoop(NamedTuple):
             return LoopState(carry, buffers, position)
 
         return several
+
+
+def while_asked(goes_on: Callable[[Any], Any], step: Callable[[Any], Any], state: Any) -> Any:
+    """`lax.while_loop` of a length that XLA does not know.
+
+    Where the host looks at the condition, a step computes it, which takes no kernel of its own.
+    """
+    if not calibration().look:
+        return lax.while_loop(goes_on, step, state)
+
+    def step_and_ask(at: tuple[Any, Any]) -> tuple[Any, Any]:
+        later = step(at[1])
+        return goes_on(later), later
+
+    return lax.while_loop(lambda at: at[0], step_and_ask, (goes_on(state), state))[1]
 
 
 def read(array: Any, row: Any) -> Any:

@@ -17,7 +17,7 @@ from loopax._src.core.jaxpr.dependence import step_limits
 from loopax._src.core.jaxpr.types import unvarying
 from loopax._src.core.jaxpr.util import split_list, stacked, trace, weakly_cached
 from loopax._src.core.lowering.loop import evaluate_loop
-from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, write
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, read, while_asked, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track, bodies_of, in_two_parts, recording_of
 from loopax._src.core.lowering.sweep_slots import Store, in_segment, sweep_slots, with_one_more
 from loopax._src.jax_internals import (
@@ -218,7 +218,7 @@ def sweep_large(track: Track, bodies: Bodies, stack: BlockStack | SlotStack, pro
 
     stack, state, step = stack.popped()
     start = LargeState(stack, state, step, track.num_steps, progress)
-    return lax.while_loop(lambda at: at.end > 0, one_step, start).progress
+    return while_asked(lambda at: at.end > 0, one_step, start).progress
 
 
 # A reverse sweep over blocks: `saved` holds the state at the start of each.

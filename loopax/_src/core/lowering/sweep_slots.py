@@ -22,7 +22,7 @@ from loopax._src.core.ir.loop import EMPTY_SLOT
 from loopax._src.core.ir.plan import Slots
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.util import split_list
-from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, put, read, stored_first, write
+from loopax._src.core.lowering.rows import LoopState, RowLoop, Steps, put, read, stored_first, while_asked, write
 from loopax._src.core.lowering.sweep_bodies import Bodies, Run, Track
 from loopax._src.jax_internals import where, zeros
 from loopax._src.settings import calibration
@@ -69,11 +69,20 @@ class Store(NamedTuple):
 
         The slot must be free, and if `stores`, there must be one.
         """
-        rows = jnp.stack([number for step, division in segments for number in (step.astype(jnp.uint32), *division)])
-        rows = rows.reshape(-1, 3)
         place, written = self.place(slot), write if stores is None else partial(put, writes=stores)
         slots = [written(s, place, value=value) for s, value in zip(self.slots, state, strict=True)]
-        return self._replace(slots=slots, segments=lax.dynamic_update_slice_in_dim(self.segments, rows, slot, 0))
+        rows = [(step.astype(jnp.uint32), *division) for step, division in segments]
+        if not calibration().look:
+            rows = jnp.stack([jnp.stack(row) for row in rows])
+            return self._replace(slots=slots, segments=lax.dynamic_update_slice_in_dim(self.segments, rows, slot, 0))
+        # One kernel finds out what it writes, and may read a row of the table for that: it writes all of a new table.
+        places, fields = jnp.arange(self.num_slots + 1, dtype=jnp.int32)[:, None], jnp.arange(3, dtype=jnp.int32)[None]
+        table = self.segments
+        for k, row in enumerate(rows):
+            step, repetitions, below = row
+            new = jnp.where(fields == 0, step, jnp.where(fields == 1, repetitions, below))
+            table = jnp.where(places == slot + k, new, table)
+        return self._replace(slots=slots, segments=table)
 
 
 def in_segment(row: Any) -> tuple[Any, schedule.Division]:
@@ -101,7 +110,7 @@ class BinomialState(NamedTuple):
 
     state: list[Any]  # before the last segment that has not been walked back
     slot: Any  # of this segment, where the state may be stored; slots before it are in use, others free
-    segment: Any  # read before others are written: XLA would copy all of them on a CPU
+    segment: Any  # read before others are written: XLA would copy all of them on a CPU. None: a turn reads it
     end: Any  # the step behind the segment
     store: Store
     progress: LoopState  # the backward walk
@@ -110,13 +119,14 @@ class BinomialState(NamedTuple):
 def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all steps."""
     store, used = Store.of(bodies.sweep, track, checkpoint_rows, saved)
+    reads_segment = calibration().look  # at the start of a turn, in the kernels that need it
     evaluated_again = _in_one_loop if bodies.in_one_loop else _in_two_loops
 
     # A turn begins with a free slot: where there is none, one step remains, which the turn before walks back. So the
     # state may be stored in any case.
     def one_turn(at: BinomialState) -> BinomialState:
         state, slot, segment, end, store, progress = at
-        step, division = in_segment(segment)
+        step, division = in_segment(store.segment(slot) if segment is None else segment)
         free, remain = store.num_slots - slot, end - step
         divides = (remain > free + 1) & ~division.is_too_low(remain, free)
         distance, passed, ahead = division.divided(jnp.maximum(remain, 2), free)
@@ -137,12 +147,13 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
         # needs: for the first step of the run, that is what stands in the slot before it.
         def take(body: Run, row: Any, position: Any, values: list[Any]) -> tuple[list[Any], list[Any]]:
             carry, y = bodies.back(body, row, values[num_stored:], values[:num_stored])
-            before = store.place(slot + position - 1)  # -1 after the very last step: anything will do then
+            before = store.place(slot + turn.run - 2 - position)  # -1 after the very last step: anything will do then
             return [*(read(slots[place], before) for place in bodies.places), *carry], y
 
-        num_stored, steps = len(last), Steps(bodies.backward, take, track.ahead, track.row(middle))
-        start = LoopState([*last, *progress.carry], progress.ys, turn.run - 1)
-        walked = RowLoop(reverse=True, unroll=track.ahead.unroll).run(steps, start, jnp.int32(-1))
+        back = track.ahead._replace(reverse=not track.ahead.reverse)
+        num_stored, steps = len(last), Steps(bodies.backward, take, back, track.row(middle + turn.run - 1))
+        start = LoopState([*last, *progress.carry], progress.ys, jnp.int32(0))
+        walked = RowLoop(reverse=False, unroll=track.ahead.unroll, length_known=False).run(steps, start, turn.run)
         before, end = jnp.maximum(slot - 1, 0), jnp.where(is_run, middle, end)
         if bodies.records:
             state = [where(is_run, popped, x) for popped, x in zip(store.state(before), state, strict=True)]
@@ -150,11 +161,13 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
             state = walked.carry[:num_stored]
         progress = walked._replace(carry=walked.carry[num_stored:])
         slot = jnp.where(is_run, before, slot)
-        return BinomialState(state, slot, store.segment(slot), end, store, progress)
+        return BinomialState(state, slot, None if reads_segment else store.segment(slot), end, store, progress)
 
     last = jnp.maximum(used - 1, 0)
-    start = BinomialState(store.state(last), last, store.segment(last), track.num_steps, store, progress)
-    return lax.while_loop(lambda at: at.end > 0, one_turn, start).progress
+    start = BinomialState(
+        store.state(last), last, None if reads_segment else store.segment(last), track.num_steps, store, progress
+    )
+    return while_asked(lambda at: at.end > 0, one_turn, start).progress
 
 
 # What is evaluated again in a turn, from the state before its first step. Results are the state before the last step
@@ -167,7 +180,7 @@ def _in_two_loops(track: Track, bodies: Bodies, store: Store, turn: Turn, state:
     run_start, slots = track.ahead.advance(turn.start, turn.passed), list(store.slots)
     take = lambda body, row, _, state: (bodies.step(body, row, state)[0], [])  # noqa: E731
     steps = Steps(bodies.forward, take, track.ahead, turn.start)
-    walk = RowLoop(reverse=False, unroll=track.ahead.unroll)
+    walk = RowLoop(reverse=False, unroll=track.ahead.unroll, length_known=False)
     state = walk.run(steps, LoopState(state, [], jnp.int32(0)), turn.passed).carry
     steps = bodies.replay_steps(track.ahead, run_start, written=lambda position: store.place(turn.slot + position))
     replay = LoopState(state, [slots[place] for place in bodies.places], jnp.int32(0))
@@ -202,6 +215,7 @@ def _in_one_loop(track: Track, bodies: Bodies, store: Store, turn: Turn, state: 
     length = turn.passed + (turn.run if bodies.records else jnp.maximum(turn.run - 1, 0))
     start = LoopState([*state, *map(zeros, bodies.stored_avals), *store.slots], [], jnp.int32(0))
     steps = Steps(bodies.replay, take, track.ahead, turn.start)
-    carry = RowLoop(reverse=False, unroll=track.ahead.unroll).run(steps, start, length).carry
+    walk = RowLoop(reverse=False, unroll=track.ahead.unroll, length_known=False)
+    carry = walk.run(steps, start, length).carry
     state, last, slots = split_list(carry, sizes)
     return state, last if bodies.records else state, slots
