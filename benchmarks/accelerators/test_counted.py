@@ -15,6 +15,7 @@ from benchmarks.accelerators.counted import (
     STEPS,
     Counted,
     batch_loss,
+    by_hand_loss,
     counted,
     elementwise,
     gradient_of,
@@ -92,6 +93,31 @@ def test_masks_need_no_kernel(body):
     ours, lax = (of("batch of while loops", name, body).loops for name in ("loopax", "lax"))
     assert len(ours) == len(lax) == 1
     assert ours[0].kernels <= lax[0].kernels
+
+
+MASKS = [
+    ({"kind": lx.Checkpointed(CHECKPOINTS)}, 1, 2),
+    ({"kind": lx.Checkpointed(), "max_steps": 2 * STEPS}, 1, 1),
+    ({"kind": lx.Bounded(), "max_steps": 2 * STEPS}, 1, 1),
+    ({"kind": lx.Residuals(), "max_steps": 2 * STEPS}, 3, 1),
+    ({}, 1, 2),
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("options", "ahead", "back"), MASKS, ids=repr)
+def test_masks_in_gradients(options, ahead, back, body):
+    """At most so many kernels more in a step ahead, and in one back, than where nothing is masked."""
+    step, *arguments = BODIES[body]
+
+    def kernels(of):
+        gradient = gradient_of(of(lx.while_loop, **options))(step)
+        return [loop.kernels for loop in loops(compiled(TARGETS["h100"], gradient, *arguments).text)]
+
+    lanes, by_hand = kernels(batch_loss), kernels(by_hand_loss)
+    assert len(lanes) == len(by_hand) >= 2
+    assert all(a - b <= ahead for a, b in zip(lanes[:-1], by_hand[:-1], strict=True))
+    assert lanes[-1] - by_hand[-1] <= back
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "Equinox" not in name])

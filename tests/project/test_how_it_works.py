@@ -21,7 +21,7 @@ from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.ir.reverse_sweep import reverse_sweep_p
 from loopax._src.core.jaxpr.types import retyped_p
 from loopax._src.core.lane_effects import only_if_p
-from loopax._src.core.masking import active_p, fill_inactive_p
+from loopax._src.core.masking import active_p, fill_inactive_p, walk_row_p
 from loopax._src.core.row_buffers import VERSION
 from loopax._src.jax_internals import keep_bits_p
 from tests.support.example_files import precision_of_a_user
@@ -88,8 +88,8 @@ def test_files_that_pages_name_are_there() -> None:
 
 GROUPS = [[loop_p, reverse_sweep_p], [compact_vmap_p], [linear_loop_p, linear_sweep_p]]
 GROUPS.append([*VERSION, fill_inactive_p, retyped_p, keep_bits_p])
-WITHOUT_DERIVATIVES = {active_p: {"primitive_jvps", "primitive_linearizations", "primitive_transposes"}}
-WITHOUT_DERIVATIVES[only_if_p] = {"primitive_transposes"}
+_DERIVATIVES = {"primitive_jvps", "primitive_linearizations", "primitive_transposes"}
+WITHOUT_DERIVATIVES = {active_p: _DERIVATIVES, walk_row_p: _DERIVATIVES, only_if_p: {"primitive_transposes"}}
 
 REGISTERED: dict[str, Any] = {
     "`primitive_jvps`": ad.primitive_jvps.__contains__,

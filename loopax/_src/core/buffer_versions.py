@@ -16,7 +16,18 @@ from typing import Any, NamedTuple
 from loopax._src.core.ir.kind import LoopOperands
 from loopax._src.core.ir.loop import Loop, Outcome, loop_p, num_recorded, run
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
-from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, reject, select, stacked, trace, weakly_cached
+from loopax._src.core.jaxpr.util import (
+    Mask,
+    bind_again,
+    evaluate,
+    invert,
+    reject,
+    select,
+    stacked,
+    trace,
+    weakly_cached,
+)
+from loopax._src.core.masking import fill_inactive_p, one_that_walked, walk_row_p, walked
 from loopax._src.core.row_buffers import VERSION, appends, get, get_p, put, put_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -85,7 +96,8 @@ def _taped(loop: Loop) -> Loop:
 # ---- which leaves are buffers
 
 
-Followed = typing.Literal["all", "appends", "reads"]  # the operations whose results are versions
+# The operations whose results are versions. final: those of which the last version says what the others said.
+Followed = typing.Literal["all", "appends", "final", "reads"]
 
 
 @weakly_cached
@@ -93,10 +105,16 @@ def buffers(closed: ClosedJaxpr, carry: range, followed: Followed = "all") -> Ma
     """Which leaves of the carry are buffers.
 
     The carry is the body's first outputs, and its inputs at these positions; "appends" leaves out those of which rows
-    are overwritten.
+    are overwritten; "final" adds the ends of lanes.
     """
     ends = zip(_flows(closed, carry, followed), closed.outvars, strict=False)
     return tuple(not flow.strays and len(flow.versions) > 1 and flow.versions[-1] is out for flow, out in ends)
+
+
+def ends(closed: ClosedJaxpr, carry: range) -> Mask:
+    """Which leaves of the carry are the ends of lanes (`walk_row` in `core/masking.py`)."""
+    pairs = zip(buffers(closed, carry, "final"), buffers(closed, carry, "appends"), strict=True)
+    return tuple(is_final and not appended for is_final, appended in pairs)
 
 
 def keep_rows(closed: ClosedJaxpr, carry: range) -> Mask:
@@ -162,10 +180,12 @@ def _next_version(eqn: Any, position: int, followed: Followed) -> int | None:
     primitive = eqn.primitive
     if primitive in VERSION:
         reads = primitive in (get_p, view_p)
-        follows = {"all": True, "appends": reads or (primitive is put_p and appends(eqn)), "reads": reads}
-        return VERSION[primitive] if position == 0 and follows[followed] else None
+        follows = followed == "all" or reads or (primitive is put_p and followed != "reads" and appends(eqn))
+        return VERSION[primitive] if position == 0 and follows else None
     if followed == "reads":
         return None
+    if primitive is walk_row_p:
+        return 0 if position == 0 and followed == "final" else None
     if primitive is loop_p:
         loop = Loop(**eqn.params)
         leaf, first = position - 2 - loop.num_consts, 1
@@ -247,8 +267,19 @@ def body_of_last_versions(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask
     places = [i for i, flag in zip(carry, is_last, strict=True) if flag]
 
     def reads_last(*values: Any) -> list[Any]:
-        last = {id(values[i]) for i in places}
-        return evaluate(body, values, lambda eqn, operands: _equation_of_last_versions(last, eqn, operands))
+        last, one_of = {id(values[i]) for i in places}, dict[int, Callable[[], Any]]()
+
+        def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            if eqn.primitive is walk_row_p and id(operands[0]) in last:
+                end, _, row, *start = operands
+                active = walked(*operands, **eqn.params)
+                one_of[id(active)] = lambda: one_that_walked(end, active, row, *start, **eqn.params)
+                return [end, active]
+            if eqn.primitive is fill_inactive_p and (one := one_of.get(id(operands[0]))):
+                operands = [operands[0], one(), *operands[2:]]
+            return _equation_of_last_versions(last, eqn, operands)
+
+        return evaluate(body, values, equation)
 
     # Before: (row, *consts, *carry, *x) -> (*carry, *y)
     closed = trace(reads_last, body.in_avals)
@@ -274,7 +305,7 @@ def _equation_of_last_versions(last: set[int], eqn: Any, operands: list[Any]) ->
         return bind_again(eqn, operands)
     loop = Loop(**eqn.params)
     inputs, is_last = loop.inputs(operands[2:]), tuple(loop.inputs(mask[2:]).carry)
-    slim = _loop_of_last_versions(loop, is_last)
+    slim = loop_of_last_versions(loop, is_last)
     # Before: [low, high, *consts, *all of the carry, *xs]
     # After: [low, high, *consts, *last versions, *rest of the carry, *xs]
     carry = [*select(is_last, inputs.carry), *reject(is_last, inputs.carry)]
@@ -284,10 +315,18 @@ def _equation_of_last_versions(last: set[int], eqn: Any, operands: list[Any]) ->
 
 
 @weakly_cached
-def _loop_of_last_versions(loop: Loop, is_last: Mask) -> Loop:
+def loop_of_last_versions(loop: Loop, is_last: Mask) -> Loop:
+    """The loop with these leaves of its carry, in their last versions, as its last constants.
+
+    It has no inverse where that does more with them than to read rows.
+    """
+    sizes, inverse = [loop.num_consts, loop.num_carry], loop.inverse
+    if inverse is not None:
+        are_kept = all(select(is_last, keep_rows(inverse, loop.carry_range)))
+        inverse = body_of_last_versions(inverse, sizes, is_last) if are_kept else None
     return loop._replace(
-        body=body_of_last_versions(loop.body, [loop.num_consts, loop.num_carry], is_last),
+        body=body_of_last_versions(loop.body, sizes, is_last),
+        inverse=inverse,
         num_consts=loop.num_consts + sum(is_last),
-        num_carry=loop.num_carry - sum(is_last),
-        saved=tuple(reject(is_last, loop.saved)) if loop.saved else (),
+        **loop.kept(invert(is_last)),
     )

@@ -11,6 +11,8 @@ active lanes.
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -42,12 +44,9 @@ def active_lanes(row: Any, *limits: Any, has_limits: Mask, lanes: int) -> list[A
     `limits` are those that each lane has of its own, and `has_limits` says whether it has a lower one, and an upper
     one. A bound that all share needs no test.
     """
-    active = jnp.ones(lanes, bool)
-    if has_limits[0]:
-        active &= limits[0] <= row
-    if has_limits[1]:
-        active &= row < limits[-1]
-    return [active]
+    starts, stops = limits[: has_limits[0]], limits[has_limits[0] :]
+    tests = [*(start <= row for start in starts), *(row < stop for stop in stops)]
+    return [reduce(and_, tests)] if tests else [jnp.ones(lanes, bool)]
 
 
 jaxi.register(
@@ -55,6 +54,56 @@ jaxi.register(
     meaning=active_lanes,
     params=["has_limits", "lanes"],
     batch=batch_if_mapped(active_p, batch_expanded(active_lanes)),
+)
+
+
+# Rows that each lane walks, where its predicate says whether it goes on: only the loop finds out how many.
+#
+# So a body says with a primitive which lanes are active, and carries the end of each: the row behind the last one that
+# it has walked. A lane walks its rows without a gap: after the loop, its end says of every row whether the lane was
+# active there. That is a buffer to which rows are appended (`core/buffer_versions.py`), so a derivative reads its last
+# version: it stores and evaluates no predicate.
+
+
+walk_row_p = jaxi.new_primitive("walk_row")
+
+
+def walk_row(end: Any, active: Any, row: Any, *start: Any, reverse: bool) -> list[Any]:
+    """The end of each lane after this row, and which lanes are active in it.
+
+    Before its first row, the end of a lane is its start, which is the first row (in `reverse`, the one above it).
+    `end`: int32[lanes]; `active`: bool[lanes]. `start` is that of each lane, if lanes do not start together: `walked`
+    reads it.
+    """
+    del start
+    return [jnp.where(active, row if reverse else row + 1, end), active]
+
+
+def walked_limits(end: Any, start: Sequence[Any], reverse: bool) -> tuple[Mask, tuple[Any, ...]]:
+    """The limits of the rows that lanes have walked: whether each has a low and a high of its own, and these."""
+    return ((True, bool(start)), (end, *start)) if reverse else ((bool(start), True), (*start, end))
+
+
+def walked(end: Any, _: Any, row: Any, *start: Any, reverse: bool) -> Any:
+    """Which lanes have walked a row, where `end` is that after the loop: bool[lanes]. Operands are those of a step."""
+    has_limits, limits = walked_limits(end, start, reverse)
+    return active_lanes(row, *limits, has_limits=has_limits, lanes=end.shape[0])[0]
+
+
+def one_that_walked(end: Any, active: Any, row: Any, *start: Any, reverse: bool) -> Any:
+    """The number of a lane that has walked a row that one of them has, where `end` and `active` are as in `walked`.
+
+    Of lanes that start together, one that walks the most rows has walked each of them: the same one in every step.
+    """
+    del row
+    return an_active(active if start else end == over_lanes(jnp.min if reverse else jnp.max, end))
+
+
+jaxi.register(
+    walk_row_p,
+    meaning=walk_row,
+    params=["reverse"],
+    batch=batch_if_mapped(walk_row_p, batch_expanded(walk_row)),
 )
 
 
@@ -112,8 +161,9 @@ def unmasked(body: ClosedJaxpr) -> ClosedJaxpr:
     return trace(lambda *inputs: evaluate(body, inputs, equation), body.in_avals)
 
 
-# never: derivatives are those of active lanes all the same; effects: only these depend on who is active
-When = Literal["always", "in_derivatives", "never", "effects"]
+# never: derivatives are those of active lanes all the same; effects: only these depend on who is active;
+# in_derivatives: this program is none; in_this_derivative: it is one
+When = Literal["always", "in_derivatives", "in_this_derivative", "never", "effects"]
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
@@ -149,23 +199,35 @@ def filled_in_derivatives(eqn: Any) -> Any:
     """A program with operands filled that are filled in derivatives: what becomes of an equation."""
     if eqn.primitive is not fill_inactive_p:
         return map_programs(eqn, filled_in_derivatives)
-    now = {**eqn.params, "when": "always"}
-    return eqn.replace(params=now) if eqn.params["when"] == "in_derivatives" else eqn
+    return _filled_when(eqn, "in_derivatives", "in_this_derivative")
+
+
+@rewriting
+def without_filling(eqn: Any) -> Any:
+    """Of a derivative, a part that sums no lanes: the inverse of that."""
+    if eqn.primitive is not fill_inactive_p:
+        return map_programs(eqn, without_filling)
+    return _filled_when(eqn, "in_this_derivative", "in_derivatives")
+
+
+def _filled_when(eqn: Any, before: When, now: When) -> Any:
+    return eqn.replace(params={**eqn.params, "when": now}) if eqn.params["when"] == before else eqn
 
 
 # ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is
 
 fill_inactive_p = Primitive("fill_inactive")
+_FILLED = ("always", "in_this_derivative")
 
 
 def fills_now(eqn: Any) -> bool:
     """Whether an equation of the primitive fills the lanes of one batch where it stands."""
-    return not eqn.params["batch_axes"] and eqn.params["when"] == "always"
+    return not eqn.params["batch_axes"] and eqn.params["when"] in _FILLED
 
 
 def filled(active: Any, first: Any, x: Any, *, batch_axes: int, when: When) -> Any:
     """The meaning of the primitive."""
-    if when != "always":
+    if when not in _FILLED:
         return x
 
     def fill(active: Any, first: Any, x: Any) -> Any:

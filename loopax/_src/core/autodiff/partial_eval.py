@@ -14,7 +14,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.jvp import jvp_loop, refuse_effects, split_pairs, tangents_of_results, tangents_or_zeros
 from loopax._src.core.autodiff.planning import in_two, joined, plan_of
 from loopax._src.core.autodiff.transpose import transpose_linear_loop, type_of_linear
-from loopax._src.core.buffer_versions import body_of_last_versions, buffers, keep_rows
+from loopax._src.core.buffer_versions import body_of_last_versions, buffers, ends, loop_of_last_versions
 from loopax._src.core.ir.annotations import DebugInfo, strip_progress_of_params, without_effects
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lane_choice import of_parts
@@ -54,7 +54,7 @@ from loopax._src.core.jaxpr.util import (
     unflatten,
     weakly_cached,
 )
-from loopax._src.core.masking import filled_in_derivatives
+from loopax._src.core.masking import filled_in_derivatives, without_filling
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 
 
@@ -70,7 +70,7 @@ class PartialEval(NamedTuple):
     used: LoopInputs  # a flag for each known input: does the linear part read it? (Of the carry: before each step.)
     taken: LoopInputs  # a flag for each input: is it one of the linear part? (Of the carry: all unknown leaves.)
     last: Mask = ()  # of the known carry: buffers that the linear part reads after the last step (`buffer_versions.py`)
-    hoisted: ClosedJaxpr | None = None  # known consts -> residuals that are the same at every step
+    hoisted: ClosedJaxpr | None = None  # (*known consts, *last versions) -> residuals that are the same at every step
 
     @property
     def num_known_ys(self) -> int:
@@ -102,30 +102,27 @@ def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     unknown = unknown._replace(carry=outputs.carry)
     known = known_loop(loop, unknown, outputs)
 
+    # Of what the last version says for all before it, the linear part is given that one, and no other is stored. A leaf
+    # that the loop saves has its versions saved already.
+    # Before: [*consts, *carry, *xs]. After: [*consts, *last versions, *rest of the carry, *xs].
+    read = loop if plan.walks_back else loop._replace(inverse=None)
+    final = buffers(loop.body, loop.carry_range, "appends" if read.inverse else "final")
+    is_last = tuple(map(all, zip(final, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
+    read = loop_of_last_versions(read, is_last) if any(is_last) else read
+    wanted = outputs._replace(carry=tuple(reject(is_last, outputs.carry)))
+
     # The linear part has what its outputs need of the body, known or not. It keeps the inverse only where states are
     # walked back to, since the inverse may read more inputs.
-    body, inverse = without_effects(loop.body), loop.inverse
-    forward, uses = prune(loop._replace(inverse=None), body, outputs)
-    if inverse is None or not plan.walks_back or not any(reject_each(unknown, uses).carry):
+    body, inverse = without_effects(read.body), read.inverse
+    forward, uses = prune(read._replace(inverse=None), body, wanted)
+    if inverse is None or not any(reject(wanted.carry, uses.carry)):
         body, inverse = forward, None
     else:
-        body, uses = prune(loop, body, outputs)
+        body, uses = prune(read, body, wanted)
         inverse = part_of_inverse(inverse, flatten(uses), uses.carry)
-
-    # Of buffers that steps only append to, the version after the last step holds the rows of all before it: the linear
-    # part is given that one, and no other is stored. A buffer that the loop saves has its versions saved already.
-    # Before: [*consts, *carry, *xs]. After: [*consts, *last versions, *rest of the carry, *xs].
-    appended = buffers(loop.body, loop.carry_range, "appends")
-    is_last = tuple(map(all, zip(appended, uses.carry, invert(unknown.carry), invert(loop.saved_mask), strict=True)))
-    read_last = uses._replace(carry=is_last)
-    last = tuple(reject_each(unknown, read_last).carry)
-    if any(is_last):
-        sizes, of_used = [sum(uses.consts), sum(uses.carry)], tuple(select_each(uses, read_last).carry)
-        body = body_of_last_versions(body, sizes, of_used)
-        if inverse is not None:  # is none where it does more than read their rows
-            unchanged = keep_rows(inverse, range(1 + sizes[0], 1 + sum(sizes)))
-            inverse = body_of_last_versions(inverse, sizes, of_used) if all(select(of_used, unchanged)) else None
-        uses = uses._replace(carry=tuple(map(and_, uses.carry, invert(is_last))))
+    consts, of_last = split_list(uses.consts, [loop.num_consts])
+    last = tuple(reject(unknown.carry, merge_lists(is_last, [False] * is_last.count(False), of_last)))
+    uses = LoopInputs(consts, merge_lists(is_last, uses.carry, [False] * sum(is_last)), uses.xs)
 
     linear_consts, linear_carry, linear_xs = map(tuple, select_each(uses, unknown))
     linear = LinearLoop(
@@ -178,7 +175,7 @@ def known_loop(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> Loop:
     return loop._replace(
         debug_info=_names_of_known(loop, unknown, outputs),
         reporting=reporting,
-        body=known_part(loop.body, [True, *flatten(known)], invert(flatten(outputs))),
+        body=without_filling(known_part(loop.body, [True, *flatten(known)], invert(flatten(outputs)))),
         inverse=part_of_inverse(loop.inverse, flatten(known), known.carry),
         num_consts=sum(known.consts),
         **loop.kept(known.carry),
@@ -237,6 +234,7 @@ class _LinearInputs(NamedTuple):
     """What stands for each input of the body of a linear part that reads residuals, behind the row."""
 
     hoisted: Sequence[Any]  # residuals that are the same at every step
+    ends: Sequence[Any]  # of lanes, after the last step
     consts: Sequence[Any]
     carry: Sequence[Any]
     forwarded: Sequence[Any]  # residuals that are rows of known xs
@@ -261,15 +259,27 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     of_residuals, of_others = split_list(later.in_avals, [num_residuals])
     stored = narrow(known, num_outputs, of_residuals)
     known, sizes = stored.known, [mask.count(False) for mask in unknown]
-    residuals = classified(known, sizes, range(num_outputs, len(known.out_avals)), loop.bound == 1)
+
+    # Which lanes are active in a row follows from their ends after the last step.
+    # Before: (row, *consts, *carry, *x) -> (*carry, *y, *residuals)
+    # After: (row, *consts, *ends, *rest of the carry, *x) -> (*rest of the carry, *y, *residuals)
+    carried = range(1 + sizes[0], 1 + sizes[0] + sizes[1])
+    are_ends = tuple(not plan.keeps_all and is_end for is_end in ends(known, carried))
+    num_ends = sum(are_ends)
+    known_after = body_of_last_versions(known, sizes[:2], are_ends) if num_ends else known
+    sizes = [sizes[0] + num_ends, sizes[1] - num_ends, sizes[2]]
+    positions = range(num_outputs - num_ends, len(known_after.out_avals))
+    residuals = classified(known_after, sizes, positions, loop.bound == 1)
     of_steps = [r.position for r in residuals if not r.hoisted and r.forwarded is None]
     # Fewer rows, and a program that computes the other residuals from them where that is cheaper than to store them.
-    rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known, [], of_steps, [])
-    loop_body = jaxi.replace_jaxpr(known, known.invars, [known.outvars[p] for p in (*range(num_outputs), *rows)])
+    given = [0, *range(1 + sizes[0] - num_ends, 1 + sizes[0])]
+    rows, again = (of_steps, None) if plan.keeps_all else without_recomputed(known_after, given, of_steps, [])
+    kept = [*range(num_outputs), *(num_ends + p for p in rows)]
+    loop_body = jaxi.replace_jaxpr(known, known.invars, [known.outvars[p] for p in kept])
     x_used = tuple(any(r.forwarded == i for r in residuals) for i in range(sizes[2]))
 
     # Before: (*residuals, *consts, *carry, *x) -> (*carry, *y).
-    # After: (row, *hoisted, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y).
+    # After: (row, *hoisted, *ends, *consts, *carry, *forwarded x, *residual rows, *x) -> (*carry, *y).
     avals = dict(zip((r.position for r in residuals), stored.avals, strict=True))
     # The first of those that are the same row of xs counts.
     sources = {r.forwarded: avals[r.position] for r in reversed(residuals) if r.forwarded is not None}
@@ -278,6 +288,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     consts, carry, xs = unflatten(masks, of_others)
     inputs = _LinearInputs(
         hoisted=[avals[r.position] for r in residuals if r.hoisted],
+        ends=select(are_ends, known.in_avals[carried.start : carried.stop]),
         consts=consts,
         carry=carry,
         forwarded=[sources[place] for place in forwarded],
@@ -285,10 +296,11 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
         xs=xs,
     )
 
-    def linear_body(_: Any, *operands: Any) -> list[Any]:
+    def linear_body(row: Any, *operands: Any) -> list[Any]:
         given = unflatten(inputs, operands)
         # By position, the residuals of each step: those that are rows, and those that are computed from these.
-        more, others = (jaxpr_as_fun(again)(*given.stacked) if again else []), [p for p in of_steps if p not in rows]
+        others = [p for p in of_steps if p not in rows]
+        more = jaxpr_as_fun(again)(row, *given.ends, *given.stacked) if again else []
         found = dict(zip((*rows, *others), (*given.stacked, *more), strict=True))
         hoisted = iter(given.hoisted)
         values = [
@@ -303,7 +315,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
 
     linear = LinearLoop(
         trace(linear_body, [loop.body.in_avals[0], *flatten(inputs)]),
-        linear_consts=(False,) * sum(r.hoisted for r in residuals) + (True,) * sum(unknown.consts),
+        linear_consts=(False,) * (len(inputs.hoisted) + num_ends) + (True,) * sum(unknown.consts),
         linear_carry=(True,) * sum(unknown.carry),
         linear_xs=(False,) * (sum(x_used) + len(rows)) + (True,) * sum(unknown.xs),
         plan=plan,
@@ -315,16 +327,16 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
             debug_info=_names_of_known(loop, unknown, outputs),
             body=jaxi.dce(loop_body, [True] * len(loop_body.out_avals), True)[0],
             inverse=None,
-            num_consts=sizes[0],
+            num_consts=sum(invert(unknown.consts)),
             **loop.kept(invert(unknown.carry)),
         ),
         linear,
         unknown,
         outputs,
-        used=LoopInputs((False,) * sizes[0], (False,) * sizes[1], x_used),
+        used=LoopInputs((False,) * sum(invert(unknown.consts)), (False,) * len(are_ends), x_used),
         taken=unknown,
-        last=(False,) * sizes[1],
-        hoisted=hoisted_part(without_effects(known), sizes[0], [r.position for r in residuals if r.hoisted]),
+        last=are_ends,
+        hoisted=hoisted_part(without_effects(known_after), sizes[0], [r.position for r in residuals if r.hoisted]),
     )
 
 
@@ -355,7 +367,8 @@ def run_known(
     is_saved = reads_states and parts.linear.saving is not None
     consts = used.consts
     if parts.hoisted:  # the types of these residuals in the body may not say that they vary where they do
-        axes, residuals = jaxi.varying_axes(out.num_steps), jaxpr_as_fun(parts.hoisted)(*known.consts)
+        axes = jaxi.varying_axes(out.num_steps)
+        residuals = jaxpr_as_fun(parts.hoisted)(*known.consts, *select(parts.last, out.carry))
         consts = [retyped(x, jaxi.varying_axes(x) | axes) for x in residuals]
     operands = LinearOperands(
         *limits_walked(loop, low, high, out.num_steps),

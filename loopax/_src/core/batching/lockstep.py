@@ -36,7 +36,16 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.lane_effects import acts, guarded
-from loopax._src.core.masking import When, active_lanes, active_p, fill_inactive, over_lanes, pick
+from loopax._src.core.masking import (
+    When,
+    active_lanes,
+    active_p,
+    fill_inactive,
+    over_lanes,
+    pick,
+    walk_row_p,
+    walked_limits,
+)
 from loopax._src.core.own_arrays import kept_by_lanes
 from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
 
@@ -266,6 +275,13 @@ def result_axes(loop: Loop, num_steps: Any, checkpoint_rows: Any, batched: LoopO
     return results._replace(carry=axes_of(results.carry), ys=axes_of(results.ys, 1), saved=axes_of(results.saved, 1))
 
 
+def own_start(own: Sequence[Any], has_limits: Mask, reverse: bool) -> Sequence[Any]:
+    """Of the limits that lanes have of their own, the one where they start, if it is among them."""
+    if reverse:
+        return own[-1:] if has_limits[1] else ()
+    return own[:1] if has_limits[0] else ()
+
+
 def goes_on(row: Any, own: Sequence[Any], has_limits: Mask, reverse: bool) -> Any:
     """Which lanes have rows from `row` on, also ones that have not started; True where all share a bound."""
     if all(has_limits):
@@ -314,7 +330,7 @@ def _lanes_loop(
     - whether the batch goes on, if the loop has a predicate: that of the batch, as the lanes' own is the first leaf of
       their carry;
     - how many lanes go on, if the loop shows its progress;
-    - the number of steps of each lane, if the loop has a predicate.
+    - the end of each lane, if the loop has a predicate (`walk_row` in `core/masking.py`).
     """
     refuse_collectives(loop.body, axis.name)
     leave_avals, limit_avals, extra = avals
@@ -327,18 +343,20 @@ def _lanes_loop(
     # There is a row in which no lane is active
     # - between the limits of two lanes, if lanes have starts and ends of their own;
     # - where all lanes that have started are done by their predicate, if lanes have starts of their own.
-    start_batched = has_limits[1] if loop.reverse else has_limits[0]
-    may_idle = all(has_limits) or (loop.predicated and start_batched)
+    may_idle = all(has_limits) or (loop.predicated and bool(own_start(limit_avals, has_limits, loop.reverse)))
 
     def body(row: Any, *operands: Any) -> list[Any]:
         # Before: [row, *consts, *carry, *x] -> [*carry, *y]
         # After: [row, *leave, *own, *consts, *extra, *carry, *x] -> [*extra, *carry, *y]
-        # Own are lows and highs; extra: whether the batch goes on, how many lanes do, and the steps of each.
+        # Own are lows and highs; extra: whether the batch goes on, how many lanes do, and the end of each.
         sizes = [len(leave_avals), num_limits, loop.num_consts, num_extra, loop.num_carry]
         leave, own, consts, extra, carry, xs = split_list(operands, sizes)
         active = within_limits(row, own, has_limits, axis)
+        ends = []
         if loop.predicated:
             active = active & carry[0] & loop.is_before_stop(row, carry)
+            start = own_start(own, has_limits, loop.reverse)
+            *ends, active = walk_row_p.bind(extra[-1], active, row, *start, reverse=loop.reverse)
         inputs = LoopInputs(consts, carry, xs)
         if may_discard:
             inputs = map_leaves(lambda x, own: x if own else fill_axis(axis, x, None), inputs, mapped)
@@ -348,8 +366,7 @@ def _lanes_loop(
         # A lane that starts later is not active, and goes on: what is ahead of it decides, not its activity.
         following = row - 1 if loop.reverse else row + 1
         ahead = goes_on(following, own, has_limits, loop.reverse)
-        taken = [extra[-1] + active.astype(jnp.int32)] if loop.predicated else []
-        return [*_summary(loop, axis, leave, out, following, ahead), *taken, *out]
+        return [*_summary(loop, axis, leave, out, following, ahead), *ends, *out]
 
     row, inputs = loop.body.in_avals[0], flatten(loop.input_avals)
     consts, carry, xs = unflatten(mapped, lane_avals(inputs, flatten(mapped), axis))
@@ -381,8 +398,9 @@ def _lanes_inverse(
     limit_avals, extra = avals
     walked, walked_avals = has_limits, limit_avals
     if loop.predicated:
-        # Its number of steps says which rows a lane with a predicate has walked.
-        walked, walked_avals = (True, True), (extra[-1], extra[-1])
+        # Its end says which rows a lane with a predicate has walked.
+        start = own_start(limit_avals, has_limits, loop.reverse)
+        walked, walked_avals = walked_limits(extra[-1], start, loop.reverse)
     back = jaxpr_as_fun(lanes_body(loop.inverse, axis, walked, walked_avals, mapped))
 
     def body(row: Any, *operands: Any) -> list[Any]:
@@ -390,10 +408,9 @@ def _lanes_inverse(
         own, consts, extra_after, carry, xs = split_list(operands, sizes)
         if not loop.predicated:
             return [*extra_after, *back(row, *own, *consts, *carry, *xs)]
-        taken = extra_after[-1]
-        low, high = (own[-1] - taken, own[-1]) if loop.reverse else (own[0], own[0] + taken)
-        # The numbers of steps stay what they are: they say which rows have been walked, on all of the way back.
-        return [jnp.ones_like(extra_after[0]), *extra_after[1:], *back(row, low, high, *consts, *carry, *xs)]
+        _, limits = walked_limits(extra_after[-1], own_start(own, has_limits, loop.reverse), loop.reverse)
+        # The ends of lanes stay what they are: they say which rows have been walked, on all of the way back.
+        return [jnp.ones_like(extra_after[0]), *extra_after[1:], *back(row, *limits, *consts, *carry, *xs)]
 
     return trace(body, input_avals)
 
@@ -404,20 +421,21 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
     Lanes with a predicate stop when no more than `leave` of them go on, if that is given: int32.
     """
     consts, carry, xs = lanes.inputs
-    extra, begun, own_start = [], [], int(loop.reverse)
+    extra, begun, first_rows = [], [], []
     stops = [carry[i] for i in loop.stops[:1]]  # where each lane ends, if it ends before a step
-    if loop.predicated and loop.inverse is not None and not lanes.has_limits[own_start]:
-        # The inverse counts the steps of a lane from its first row, which is then its own: `low`, or `high` in reverse.
-        has_limits = tuple(own or place == own_start for place, own in enumerate(lanes.has_limits))
-        start = jnp.broadcast_to(high if loop.reverse else low, (axis.size,))
-        lanes = lanes._replace(has_limits=has_limits, own=[*lanes.own, start] if loop.reverse else [start, *lanes.own])
     if loop.predicated or loop.reporting is not None:
         first = high - 1 if loop.reverse else low
         ahead = goes_on(first, lanes.own, lanes.has_limits, loop.reverse)
         extra = _summary(loop, axis, leave, carry, first, ahead)
         begun = [pick(carry[0] & ahead, stop, jnp.int32(NOT_STARTED)) for stop in stops]
     if loop.predicated:
-        extra.append(fill_axis(axis, jaxi.vary_like(jnp.int32(0), jax.typeof(extra[0])), None))
+        # A lane starts at the first of these rows, or at one of its own behind that.
+        start, later = (high, jnp.minimum) if loop.reverse else (low, jnp.maximum)
+        for own in own_start(lanes.own, lanes.has_limits, loop.reverse):
+            start = later(start, own)
+        start = jaxi.vary_like(start, jax.typeof(extra[0]))
+        first_rows = [start if start.ndim else fill_axis(axis, start, None)]
+        extra += first_rows
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (leave, lanes.own, extra))
     batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.has_limits, avals)
     carry = [begun[0] if i in loop.stops[:1] else x for i, x in enumerate(carry)]
@@ -425,4 +443,5 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
     extra, carry = split_list(out.carry, [len(extra)])
     for i, old, new in zip(loop.stops, stops, begun, strict=False):
         carry[i] = jnp.where(new == NOT_STARTED, old, carry[i])
-    return out._replace(carry=carry), extra[-1] if loop.predicated else None
+    num_steps = [a - b if loop.reverse else b - a for a, b in zip(first_rows, extra[-1:], strict=False)]
+    return out._replace(carry=carry), num_steps[0] if num_steps else None

@@ -1,4 +1,4 @@
 """What the primitives are: their parameters, their operands, and what they mean.
 
-May import: core/jaxpr, jax_internals, pytrees, schedule, settings.
+May import: core/jaxpr, core/masking, jax_internals, pytrees, schedule, settings.
 """

@@ -1,0 +1,113 @@
+"""After the loop, the end of each lane says where it was active: a gradient stores and evaluates no predicates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import loopax as lx
+from loopax._src.core.ir.loop import Loop, loop_p
+from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
+from loopax._src.core.masking import fill_inactive, fill_inactive_p, filled_in_derivatives, without_filling
+from loopax._src.jax_internals import equations_in, jaxpr_as_fun
+from tests.support.problem import name_of
+from tests.support.reference import assert_close
+
+LANES, WIDTH = 5, 3
+STARTS = np.linspace(0.2, 1.0, LANES * WIDTH).reshape(LANES, WIDTH)
+LENGTHS = np.array([3, 0, 7, 7, 1])
+KINDS = [lx.Checkpointed(3), lx.Checkpointed(), lx.Bounded(), lx.Residuals()]
+
+
+def total(kind, options):
+    """Of lanes that count their steps, and ask a function that nothing else calls whether to go on."""
+
+    def lane(h, length, w):
+        goes_on = lambda c: jnp.cbrt(c[0]) < jnp.cbrt(length) - 1e-3
+        return lx.while_loop(goes_on, lambda c: (c[0] + 1.0, jnp.sin(h * w) * c[1]), (0.0, h), kind=kind, **options)[1]
+
+    return lambda h, w: jax.vmap(lane, (0, 0, None))(h, LENGTHS * 1.0, w).sum()
+
+
+@pytest.fixture(params=KINDS, ids=name_of)
+def gradient(request):
+    options = {} if request.param == lx.Checkpointed(3) else {"max_steps": 9}
+    return jax.make_jaxpr(jax.grad(total(request.param, options), (0, 1)))(STARTS, np.full(WIDTH, 0.9))
+
+
+def test_only_what_a_derivative_reads_is_stored(gradient):
+    """No predicate, no flag of an active lane and no counter."""
+    loop = next(Loop(**eqn.params) for eqn in gradient.eqns if eqn.primitive is loop_p)
+    stored = [*loop.saved_of(loop.output_avals.carry), *loop.output_avals.ys]
+    assert stored
+    assert all(aval.shape == (LANES, WIDTH) for aval in stored)
+
+
+def test_no_predicate_is_evaluated_again(gradient):
+    sweeps = [ReverseSweep(**eqn.params) for eqn in gradient.eqns if eqn.primitive is reverse_sweep_p]
+    others = [eqn for eqn in gradient.eqns if eqn.primitive is loop_p][1:]
+    bodies = [sweep.step for sweep in sweeps] or [Loop(**eqn.params).body for eqn in others]
+    assert bodies
+    assert not any(eqn.primitive.name == "cbrt" for body in bodies for eqn in equations_in(body))
+
+
+def test_states_are_those_of_lanes_that_nothing_fills(gradient):
+    """Lanes are filled where a derivative sums over them, and where residuals are made for it."""
+    for eqn in gradient.eqns:
+        if eqn.primitive is reverse_sweep_p:
+            sweep = ReverseSweep(**eqn.params)
+            assert not _filled(sweep.forward)
+            assert _filled(sweep.backward)
+        elif eqn.primitive is loop_p and Loop(**eqn.params).saving:
+            assert not _filled(Loop(**eqn.params).body)
+
+
+def _filled(body):
+    return [eqn for eqn in body.eqns if eqn.primitive is fill_inactive_p and eqn.params["when"] == "in_this_derivative"]
+
+
+def test_what_is_filled_in_a_derivative_can_be_left_out_again():
+    own = lambda active, x: fill_inactive(active, [x], [True], "in_derivatives")[0]
+    before = jax.make_jaxpr(own)(np.array([True, False]), np.ones(2))
+    filled = filled_in_derivatives(before)
+    assert_close(jaxpr_as_fun(filled)(np.array([False, True]), np.arange(2.0))[0], np.ones(2))
+    assert_close(jaxpr_as_fun(without_filling(filled))(np.array([False, True]), np.arange(2.0))[0], np.arange(2.0))
+    always = jax.make_jaxpr(lambda active, x: fill_inactive(active, [x], [True])[0])(
+        np.array([True, False]), np.ones(2)
+    )
+    assert without_filling(always) is always
+
+
+def ends_in_its_domain(x, limit, kind):
+    """The derivative of a step is not finite where a lane ends."""
+    return lx.while_loop(lambda x: x < limit, lambda x: x + jnp.sqrt(limit + 1.0 - x), x, max_steps=9, kind=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_a_shared_weight_gets_no_derivative_of_finished_lanes(kind):
+    """Its cotangent sums over lanes, and those that have finished are outside of the domain."""
+    starts, limits = jnp.zeros(4), jnp.array([3.0, -1.0, 6.0, 1.0])
+    together = jax.grad(lambda w: jax.vmap(lambda x, m: ends_in_its_domain(x * w, m, kind))(starts + 0.5, limits).sum())
+    alone = jax.grad(lambda w, x, m: ends_in_its_domain(x * w, m, kind))
+    expected = sum(alone(1.0, 0.5, m) for m in limits)
+    assert np.isfinite(expected)
+    assert_close(jax.jit(together)(1.0), expected)
+    second = jax.jit(jax.grad(together))(1.0)
+    assert_close(second, sum(jax.grad(alone)(1.0, 0.5, m) for m in limits))
+
+
+def reversed_rows(w, length, most, kind):
+    """Lanes start at rows of their own, before which a step is outside of its domain, and stop by their carry."""
+    step = lambda c, x: (c + w * jnp.sqrt(length.astype(float) + 0.5 - x), x * w)
+    c, ys = lx.scan(step, 0.0, jnp.arange(1.0, 8.0), length, reverse=True, stop=lambda c, _: c > most, kind=kind)
+    return c * ys.sum()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_lanes_that_start_at_rows_of_their_own(kind):
+    lengths, most = np.array([7, 2, 0, 5, 1]), np.array([4.0, 100.0, 5.0, -1.0, 0.5])
+    of_lane = jax.grad(lambda w, n, m: reversed_rows(w, n, m, kind))
+    together = jax.grad(lambda w: jax.vmap(lambda n, m: reversed_rows(w, n, m, kind))(lengths, most).sum())
+    expected = sum(of_lane(1.3, n, m) for n, m in zip(lengths, most, strict=True))
+    assert expected != 0
+    assert_close(jax.jit(together)(1.3), expected)
