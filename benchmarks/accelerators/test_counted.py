@@ -61,6 +61,19 @@ def test_lengths_are_known(name, body):
     assert all(loop.trips is not None for loop in found)
 
 
+@pytest.mark.parametrize("kind", [lx.Checkpointed(), lx.Checkpointed(80), lx.Bounded()], ids=repr)
+def test_lengths_that_no_block_divides_are_known(kind):
+    """365 days: the last block has fewer steps."""
+
+    def loss(h, w):
+        h, ys = lx.scan(lambda h, x: (products(h, w) + 0.01 * x, h.mean()), h, jnp.ones(365), kind=kind)
+        return h.sum() + ys.sum()
+
+    found = loops(compiled(TARGETS["h100"], jax.grad(loss, (0, 1)), *BODIES["two products and tanh"][1:]).text)
+    assert found
+    assert all(loop.trips is not None for loop in found)
+
+
 @pytest.mark.parametrize("loop", ["static", "dynamic", "unknown"])
 def test_no_large_carry_is_copied(loop):
     """With slots: a state is stored before the loop changes it."""

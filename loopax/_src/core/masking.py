@@ -162,8 +162,9 @@ def unmasked(body: ClosedJaxpr) -> ClosedJaxpr:
 
 
 # never: derivatives are those of active lanes all the same; effects: only these depend on who is active;
-# in_derivatives: this program is none; in_this_derivative: it is one
-When = Literal["always", "in_derivatives", "in_this_derivative", "never", "effects"]
+# in_derivatives: this program is none; in_this_derivative: it is one, and parts of it may be none; in_transposes: lanes
+# are summed where it walks back, and not where it walks ahead
+When = Literal["always", "in_derivatives", "in_this_derivative", "in_transposes", "never", "effects"]
 
 
 def pick(active: Any, a: Any, b: Any) -> Any:
@@ -191,33 +192,38 @@ def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool],
     ]
 
 
-# ---- programs whose transpose comes next: sums over lanes meet what finished lanes compute
+# ---- programs that are derivatives, or parts of one: sums over lanes meet what finished lanes compute
 
 
-@rewriting
-def filled_in_derivatives(eqn: Any) -> Any:
-    """A program with operands filled that are filled in derivatives: what becomes of an equation."""
-    if eqn.primitive is not fill_inactive_p:
-        return map_programs(eqn, filled_in_derivatives)
-    return _filled_when(eqn, "in_derivatives", "in_this_derivative")
+def _with_fills(becomes: dict[When, When]) -> Callable[[ClosedJaxpr], ClosedJaxpr]:
+    """Make a function of programs, in which operands are filled at other times."""
+
+    @rewriting
+    def rewritten(eqn: Any) -> Any:
+        if eqn.primitive is not fill_inactive_p:
+            return map_programs(eqn, rewritten)
+        when = eqn.params["when"]
+        return eqn.replace(params={**eqn.params, "when": becomes[when]}) if when in becomes else eqn
+
+    return rewritten
 
 
-@rewriting
-def without_filling(eqn: Any) -> Any:
-    """Of a derivative, a part that sums no lanes: the inverse of that."""
-    if eqn.primitive is not fill_inactive_p:
-        return map_programs(eqn, without_filling)
-    return _filled_when(eqn, "in_this_derivative", "in_derivatives")
-
-
-def _filled_when(eqn: Any, before: When, now: When) -> Any:
-    return eqn.replace(params={**eqn.params, "when": now}) if eqn.params["when"] == before else eqn
+# A program that is differentiated. What an earlier derivative has filled may be summed over lanes, and stays so.
+filled_in_derivatives = _with_fills(
+    {"in_derivatives": "in_this_derivative", "in_this_derivative": "always", "in_transposes": "always"}
+)
+# The known part of a derivative, and a step of which a transpose has been made: who walks ahead sums no lanes.
+without_derivative = _with_fills({"in_this_derivative": "in_derivatives"})
+filled_in_transposes = _with_fills({"in_this_derivative": "in_transposes"})
+without_transpose = _with_fills({"in_transposes": "in_derivatives"})
+# What computes residuals, and a step in which cotangents are walked ahead.
+filled_always = _with_fills({"in_this_derivative": "always", "in_transposes": "always"})
 
 
 # ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is
 
 fill_inactive_p = Primitive("fill_inactive")
-_FILLED = ("always", "in_this_derivative")
+_FILLED = ("always", "in_this_derivative", "in_transposes")
 
 
 def fills_now(eqn: Any) -> bool:

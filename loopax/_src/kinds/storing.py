@@ -239,7 +239,7 @@ class Checkpointed(Kind):
         again = forward if size else 0.0  # from the carry before
         time = forward + again + loop.step.derivative + _storing(loop, size, count)
         look = calibration().look
-        if look and loop.is_fixed and not self._is_even(loop):  # the other kinds are loops whose lengths XLA knows
+        if look and loop.is_fixed and not self._has_known_lengths(loop):  # the other kinds' loops have
             time += 3 * look
         last = self._last_steps(loop)
         if last is not None and loop.bound:
@@ -252,11 +252,11 @@ class Checkpointed(Kind):
         size = loop.step.carry_bytes
         return self if self._carries(loop) * size <= memory else Checkpointed(memory // size)
 
-    def _is_even(self, loop: LoopFacts) -> bool:
+    def _has_known_lengths(self, loop: LoopFacts) -> bool:
         """Whether all loops of the gradient have static lengths, where the loop has."""
         carry = loop.step.carry_bytes
         saving = self.plan(loop)._saving(bound=loop.bound, carry_bytes=carry, length_known=True, has_inverse=False)
-        return saving is None or (isinstance(saving, Blocks) and saving.are_even)
+        return saving is None or (isinstance(saving, Blocks) and saving.are_known)
 
     def _carries(self, loop: LoopFacts) -> int:
         """How many are stored, at most."""

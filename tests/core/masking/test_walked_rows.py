@@ -8,7 +8,14 @@ import pytest
 import loopax as lx
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.ir.reverse_sweep import ReverseSweep, reverse_sweep_p
-from loopax._src.core.masking import fill_inactive, fill_inactive_p, filled_in_derivatives, without_filling
+from loopax._src.core.masking import (
+    fill_inactive,
+    fill_inactive_p,
+    filled_in_derivatives,
+    filled_in_transposes,
+    without_derivative,
+    without_transpose,
+)
 from loopax._src.jax_internals import equations_in, jaxpr_as_fun
 from tests.support.problem import name_of
 from tests.support.reference import assert_close
@@ -63,19 +70,23 @@ def test_states_are_those_of_lanes_that_nothing_fills(gradient):
 
 
 def _filled(body):
-    return [eqn for eqn in body.eqns if eqn.primitive is fill_inactive_p and eqn.params["when"] == "in_this_derivative"]
+    whens = ("in_this_derivative", "in_transposes")
+    return [eqn for eqn in body.eqns if eqn.primitive is fill_inactive_p and eqn.params["when"] in whens]
 
 
-def test_what_is_filled_in_a_derivative_can_be_left_out_again():
-    own = lambda active, x: fill_inactive(active, [x], [True], "in_derivatives")[0]
-    before = jax.make_jaxpr(own)(np.array([True, False]), np.ones(2))
-    filled = filled_in_derivatives(before)
-    assert_close(jaxpr_as_fun(filled)(np.array([False, True]), np.arange(2.0))[0], np.ones(2))
-    assert_close(jaxpr_as_fun(without_filling(filled))(np.array([False, True]), np.arange(2.0))[0], np.arange(2.0))
-    always = jax.make_jaxpr(lambda active, x: fill_inactive(active, [x], [True])[0])(
-        np.array([True, False]), np.ones(2)
-    )
-    assert without_filling(always) is always
+def test_what_is_filled_in_a_derivative_is_left_out_of_its_parts_alone():
+    active, x = np.array([False, True]), np.arange(2.0)
+    of = lambda when: jax.make_jaxpr(lambda active, x: fill_inactive(active, [x], [True], when)[0])(active, x)
+    value = lambda program: jaxpr_as_fun(program)(active, x)[0]
+    first = filled_in_derivatives(of("in_derivatives"))
+    assert_close(value(first), np.ones(2))
+    assert_close(value(without_derivative(first)), x)
+    transposed = filled_in_transposes(first)
+    assert_close(value(without_derivative(transposed)), np.ones(2))
+    assert_close(value(without_transpose(transposed)), x)
+    for summed in (first, transposed, of("always")):  # by an earlier derivative
+        second = filled_in_derivatives(summed)
+        assert_close(value(without_derivative(without_transpose(second))), np.ones(2))
 
 
 def ends_in_its_domain(x, limit, kind):
@@ -111,3 +122,32 @@ def test_lanes_that_start_at_rows_of_their_own(kind):
     expected = sum(of_lane(1.3, n, m) for n, m in zip(lengths, most, strict=True))
     assert expected != 0
     assert_close(jax.jit(together)(1.3), expected)
+
+
+def trained(kind, outer):
+    """Steps of gradient descent over lanes that end where their derivative is not finite, as a function of the rate."""
+
+    def lane(w, x, m):
+        return lx.while_loop(lambda x: x < m, lambda x: x + w * jnp.sqrt(m - x) + 0.3, x, max_steps=9, kind=kind)
+
+    starts, limits = jnp.array([0.5, 0.1, 0.9]), jnp.array([3.0, 6.0, 1.0])
+    of_lanes = lambda w: jax.vmap(lambda x, m: lane(w, x, m))(starts, limits).sum()
+    one_by_one = lambda w: sum(lane(w, x, m) for x, m in zip(starts, limits, strict=True))
+
+    def result(rate, of):
+        step = lambda w: w - rate * jax.grad(of)(w) * w
+        if outer == "checkpoint":
+            return jax.checkpoint(step)(jax.checkpoint(step)(1.1))
+        return lx.fori_loop(0, 3, lambda _, w: step(w), 1.1, kind=outer)
+
+    return lambda rate: result(rate, of_lanes), lambda rate: result(rate, one_by_one)
+
+
+@pytest.mark.parametrize("outer", [lx.Bounded(), lx.Checkpointed(1), "checkpoint"], ids=repr)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[3]], ids=name_of)
+def test_a_gradient_in_the_step_of_another(kind, outer):
+    """What it sums over lanes stays filled, whoever runs it again."""
+    of_lanes, one_by_one = trained(kind, outer)
+    found, expected = (jax.jit(jax.value_and_grad(f))(0.01) for f in (of_lanes, one_by_one))
+    assert np.isfinite(expected[1])
+    assert_close(found, expected)

@@ -54,7 +54,7 @@ from loopax._src.core.jaxpr.util import (
     unflatten,
     weakly_cached,
 )
-from loopax._src.core.masking import filled_in_derivatives, without_filling
+from loopax._src.core.masking import filled_always, filled_in_derivatives, without_derivative
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 
 
@@ -175,7 +175,7 @@ def known_loop(loop: Loop, unknown: LoopInputs, outputs: LoopOutputs) -> Loop:
     return loop._replace(
         debug_info=_names_of_known(loop, unknown, outputs),
         reporting=reporting,
-        body=without_filling(known_part(loop.body, [True, *flatten(known)], invert(flatten(outputs)))),
+        body=without_derivative(known_part(loop.body, [True, *flatten(known)], invert(flatten(outputs)))),
         inverse=part_of_inverse(loop.inverse, flatten(known), known.carry),
         num_consts=sum(known.consts),
         **loop.kept(known.carry),
@@ -257,7 +257,7 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     num_outputs = flatten(outputs).count(False)
     later, num_residuals = without_effects(later), len(known.out_avals) - num_outputs
     of_residuals, of_others = split_list(later.in_avals, [num_residuals])
-    stored = narrow(known, num_outputs, of_residuals)
+    stored = narrow(filled_always(known), num_outputs, of_residuals)  # sums over lanes read residuals
     known, sizes = stored.known, [mask.count(False) for mask in unknown]
 
     # Which lanes are active in a row follows from their ends after the last step.

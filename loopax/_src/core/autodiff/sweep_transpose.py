@@ -61,6 +61,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
     written_out,
 )
+from loopax._src.core.masking import filled_always
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 
 
@@ -315,7 +316,7 @@ def _pair_step(sweep: LinearSweep, nonzero_ys: Mask) -> ClosedJaxpr:
         sums = (jaxi.added(old, new) for old, new in zip(ct_consts, cts.consts, strict=True))
         return [*new.carry, *cts.state, *sums, *new.state, *new_p, *cts.xs]
 
-    return trace(step, [sweep.step.in_avals[0], *flatten(avals)])
+    return filled_always(trace(step, [sweep.step.in_avals[0], *flatten(avals)]))
 
 
 def transpose_linear_sweep(

@@ -50,6 +50,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
     written_out,
 )
+from loopax._src.core.masking import filled_in_transposes
 from loopax._src.core.own_arrays import read_in_part
 from loopax._src.jax_internals import ClosedJaxpr, Literal, ad, jaxpr_as_fun
 
@@ -166,7 +167,7 @@ def transposed_step(linear: LinearLoop, nonzero_ys: Mask) -> ClosedJaxpr:
         return [*found.carry, *ct_consts, *known_carry, *found.xs]
 
     with of_a_step():
-        return trace(step, [linear.body.in_avals[0], *flatten(avals)])
+        return filled_in_transposes(trace(step, [linear.body.in_avals[0], *flatten(avals)]))
 
 
 # Which step it was whose derivative made a cotangent that is not finite, where somebody looks (`Loop.watch`).

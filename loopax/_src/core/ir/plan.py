@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from loopax._src.schedule.blocks import block_size, shortest_block
+from loopax._src.settings import calibration
 
 # Not NamedTuples: those compare as tuples, and all of the empty ones would be equal as keys of caches.
 
@@ -230,13 +231,23 @@ class Blocks(Saving):
 
     size: int  # steps in a block
     record_bytes: int = field(default=0, repr=False)  # as in `Saving`
-    are_even: bool = field(default=False, repr=False)  # no block has fewer steps: there are none, or as many as bound
+    last: int | None = field(default=None, repr=False)  # steps in the last one, if the loop takes all; None: it varies
     _name: ClassVar[str] = "Checkpointed()"
 
     @classmethod
     def of(cls, size: int, bound: int, is_fixed: bool, record_bytes: int = 0) -> "Blocks":
         """Of a loop that takes at most `bound` steps, or always as many. XLA would make no loop of a single block."""
-        return cls(size, record_bytes, is_fixed and size < bound and bound % size == 0)
+        return cls(size, record_bytes, (bound - 1) % size + 1 if is_fixed and size < bound else None)
+
+    @property
+    def are_even(self) -> bool:
+        """Whether no block has fewer steps."""
+        return self.last == self.size
+
+    @property
+    def are_known(self) -> bool:
+        """Whether a compiler may know how many steps each has: on a CPU, only if all have as many."""
+        return self.are_even or (self.last is not None and bool(calibration().look))
 
     def rows(self, bound: int | None) -> int:
         """See `Saving.rows`."""

@@ -33,7 +33,7 @@ from loopax._src.core.jaxpr.accumulate import Carried
 from loopax._src.core.jaxpr.dependence import Dependence, close_over_carry, mixed_inputs_of_steps, union
 from loopax._src.core.jaxpr.types import Axes, Expected, differing, localized, numbers_expected, rows_expected, varying
 from loopax._src.core.jaxpr.util import flatten, grouped, stacked, weakly_cached
-from loopax._src.core.masking import without_filling
+from loopax._src.core.masking import without_transpose
 from loopax._src.jax_internals import ClosedJaxpr, dce, new_primitive
 
 
@@ -100,7 +100,7 @@ class ReverseSweep(NamedTuple):
         wanted = [False] * self.num_carry + [True] * self.num_state + [False] * len(self.y_avals)
         forward, used = dce(without_effects(self.step), wanted, keep)
         assert used == keep
-        return without_filling(forward)
+        return without_transpose(forward)
 
     @property
     @weakly_cached

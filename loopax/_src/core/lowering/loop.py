@@ -145,28 +145,30 @@ def _in_order(plan: Any, count: int, walk: RowLoop, start: Any) -> Any:
     return lax.optimization_barrier(lax.dynamic_slice_in_dim(twice, unused, rows.size, 1).reshape(-1))
 
 
-def _run_even_blocks(
+def _run_known_blocks(
     saving: Blocks, loop: Loop, walk: RowLoop, steps: Steps, state: LoopState, end: Any, room: list[Any]
 ) -> tuple[LoopState, list[Any]]:
-    """As `run_saving`, of blocks that have as many steps: both loops have lengths that a compiler can know.
+    """As `run_saving`, of blocks whose numbers of steps are known: all loops have lengths that a compiler can know.
 
     A GPU runs such loops without a look at their conditions from the host.
     """
     start, size = state.position, saving.size
-    number = walk.distance(start, end) // size
+    num_steps = walk.distance(start, end)
+    number = num_steps // size  # of blocks without the last one, if that has fewer steps
 
-    def one_block(at: tuple[Any, LoopState, list[Any]]) -> tuple[Any, LoopState, list[Any]]:
+    def one_block(length: Any, at: tuple[Any, LoopState, list[Any]]) -> tuple[Any, LoopState, list[Any]]:
         block, state, saved = at
         first = walk.advance(start, block * size)
         saved = [write(buffer, block, value) for buffer, value in zip(saved, loop.saved_of(state.carry), strict=True)]
         counted = RowLoop(reverse=False, unroll=walk.unroll)
         within = steps._replace(ahead=walk, start=first)
-        state = counted.run(within, state._replace(position=jnp.int32(0)), jnp.int32(size))
-        return block + 1, state, saved
+        return block + 1, counted.run(within, state._replace(position=jnp.int32(0)), length), saved
 
-    blocks = (jnp.int32(0), state, room)
-    _, state, saved = lax.while_loop(lambda at: at[0] < number, one_block, blocks)
-    return state._replace(position=walk.advance(start, number * size)), [*saved, start[None]]
+    blocks = lax.while_loop(lambda at: at[0] < number, partial(one_block, jnp.int32(size)), (jnp.int32(0), state, room))
+    if not saving.are_even:
+        blocks = one_block(num_steps - number * size, blocks)
+    _, state, saved = blocks
+    return state._replace(position=walk.advance(start, num_steps)), [*saved, start[None]]
 
 
 def _poisoned(state: LoopState) -> LoopState:
@@ -299,12 +301,12 @@ def _walk(
         state = state._replace(due=due if is_first is True else jnp.where(is_first, due, never))
     end = low - 1 if loop.reverse else high
     if loop.saving:
-        is_even = isinstance(loop.saving, Blocks) and loop.saving.are_even and walk.watch is None
+        is_known = isinstance(loop.saving, Blocks) and loop.saving.are_known and walk.watch is None
         is_online = isinstance(loop.saving, Slots) and not loop.saving.length_known
         if is_online and calibration().begins_late(num_bytes(loop.output_avals.carry)):
             run_saved: Callable[..., Any] = _run_online
         else:
-            run_saved = _run_even_blocks if is_even else run_saving
+            run_saved = _run_known_blocks if is_known else run_saving
         state, saved = run_saved(loop.saving, loop, walk, steps, state, end, room.saved)
     elif loop.bound == 1:
         run = walk.run_and_discard if loop.may_discard else walk.run_at_most_once

@@ -238,12 +238,9 @@ class TwoLevelState(NamedTuple):
 def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all blocks."""
     size = saving.size
-    number = (track.num_steps + (size - 1)) // size
 
-    def one_block(at: TwoLevelState) -> TwoLevelState:
-        block = number - 1 - at.walked
+    def walked_back(at: TwoLevelState, block: Any, length: Any) -> TwoLevelState:
         start = track.row(block * size)
-        length = jnp.int32(size) if saving.are_even else jnp.minimum(track.num_steps - block * size, size)
         state = [read(s, block) for s in saved]
         # Evaluate the steps of the block again, into `stored`; the last state needs no step after it.
         replay = bodies.replay_steps(track.ahead, start, written=lambda position: position)
@@ -268,6 +265,16 @@ def sweep_blocks(saving: Blocks, track: Track, bodies: Bodies, saved: list[Any],
     waits = [x for x in progress.carry if saving.record_bytes]
     stored = [unwritten_after(stacked(aval, size), waits) for aval in bodies.stored_avals]
     at = TwoLevelState(jnp.int32(0), stored, progress)
+    whole = track.num_steps // size
+    if saving.are_known and not saving.are_even:  # the last one has fewer steps, of which a compiler knows the number
+        at = walked_back(at, whole, track.num_steps - whole * size)._replace(walked=jnp.int32(0))
+    number = whole if saving.are_known else (track.num_steps + (size - 1)) // size
+
+    def one_block(at: TwoLevelState) -> TwoLevelState:
+        block = number - 1 - at.walked
+        length = jnp.int32(size) if saving.are_known else jnp.minimum(track.num_steps - block * size, size)
+        return walked_back(at, block, length)
+
     return lax.while_loop(lambda at: at.walked < number, one_block, at).progress
 
 
