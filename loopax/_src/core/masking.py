@@ -214,10 +214,11 @@ filled_in_derivatives = _with_fills(
 )
 # The known part of a derivative, and a step of which a transpose has been made: who walks ahead sums no lanes.
 without_derivative = _with_fills({"in_this_derivative": "in_derivatives"})
-filled_in_transposes = _with_fills({"in_this_derivative": "in_transposes"})
+# A batch may have been made of a derivative (of the rule of a `jax.custom_jvp`), which no other has differentiated.
+filled_in_transposes = _with_fills({"in_derivatives": "in_transposes", "in_this_derivative": "in_transposes"})
 without_transpose = _with_fills({"in_transposes": "in_derivatives"})
 # What computes residuals, and a step in which cotangents are walked ahead.
-filled_always = _with_fills({"in_this_derivative": "always", "in_transposes": "always"})
+filled_always = _with_fills(dict.fromkeys(("in_derivatives", "in_this_derivative", "in_transposes"), "always"))
 
 
 # ---- the primitive: active bool[*batch, lanes], first int[*batch], x [*batch, lanes, ...] -> x, filled `when` it is

@@ -151,3 +151,23 @@ def test_a_gradient_in_the_step_of_another(kind, outer):
     found, expected = (jax.jit(jax.value_and_grad(f))(0.01) for f in (of_lanes, one_by_one))
     assert np.isfinite(expected[1])
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_a_batch_of_a_derivative_that_is_transposed(kind):
+    """The rule of a `jax.custom_jvp` differentiates a loop before it is batched; so does a truncated derivative."""
+
+    def lane(w, x, m, **options):
+        step = lambda x: x + w * jnp.sqrt(m - x) + 0.3
+        return lx.while_loop(lambda x: x < m, step, x, max_steps=9, kind=kind, **options)
+
+    custom = jax.custom_jvp(lane)
+    custom.defjvp(lambda primals, tangents: jax.jvp(lane, primals, tangents))
+    truncated = lambda *of: lane(*of, derivative=lx.Truncated(last=2))
+    starts, limits = np.array([0.5, 0.1, 0.9]), np.array([3.0, 6.0, 1.0])
+    for function in (custom, truncated):
+        of_lanes = jax.vmap(function, (None, 0, 0))
+        together = jax.grad(lambda w, of=of_lanes: of(w, starts, limits).sum())
+        expected = sum(jax.grad(function)(1.1, x, m) for x, m in zip(starts, limits, strict=True))
+        assert np.isfinite(expected)
+        assert_close(jax.jit(together)(1.1), expected)
