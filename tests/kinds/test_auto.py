@@ -281,7 +281,7 @@ def test_where_the_choice_matters_in_a_large_batch_alone():
 
 
 def test_a_gpu_asks_the_host_where_the_length_is_not_known():
-    """In each step: of loops whose length is a value, and of blocks that are not even."""
+    """In each step: of loops whose length is a value, and of slots. It knows blocks that are not even, too."""
 
     def facts(length):
         told = Told()
@@ -299,7 +299,9 @@ def test_a_gpu_asks_the_host_where_the_length_is_not_known():
         assert dynamic.step.overhead == pytest.approx(static.step.overhead + look)
         assert dynamic.residuals.derivative == pytest.approx(static.residuals.derivative + look)
         even, uneven = (lx.Checkpointed().cost(of_static(length)) for length in (400, 401))
-        assert uneven.time == pytest.approx(even.time + 3 * look, rel=1e-3)
+        assert uneven.time == pytest.approx(even.time, rel=1e-3)
+        slots = lx.Checkpointed(10).cost(of_static(400))
+        assert slots.time > even.time + 2.9 * look
     assert facts(jnp.int32(400)).step.overhead == of_static(400).step.overhead  # a CPU asks nobody
 
 

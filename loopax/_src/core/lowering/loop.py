@@ -162,9 +162,10 @@ def _run_known_blocks(
         saved = [write(buffer, block, value) for buffer, value in zip(saved, loop.saved_of(state.carry), strict=True)]
         counted = RowLoop(reverse=False, unroll=walk.unroll)
         within = steps._replace(ahead=walk, start=first)
-        return block + 1, counted.run(within, state._replace(position=jnp.int32(0)), length), saved
+        end = jnp.asarray(length, jnp.int32)  # made here, a number is one that XLA knows
+        return block + 1, counted.run(within, state._replace(position=jnp.int32(0)), end), saved
 
-    blocks = lax.while_loop(lambda at: at[0] < number, partial(one_block, jnp.int32(size)), (jnp.int32(0), state, room))
+    blocks = lax.while_loop(lambda at: at[0] < number, partial(one_block, size), (jnp.int32(0), state, room))
     if not saving.are_even:
         blocks = one_block(num_steps - number * size, blocks)
     _, state, saved = blocks
