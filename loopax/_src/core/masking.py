@@ -73,10 +73,11 @@ def walk_row(end: Any, active: Any, row: Any, *start: Any, reverse: bool) -> lis
 
     Before its first row, the end of a lane is its start, which is the first row (in `reverse`, the one above it).
     `end`: int32[lanes]; `active`: bool[lanes]. `start` is that of each lane, if lanes do not start together: `walked`
-    reads it.
+    reads it, and `row`.
     """
-    del start
-    return [jnp.where(active, row if reverse else row + 1, end), active]
+    del row, start
+    step = active.astype(end.dtype)
+    return [end - step if reverse else end + step, active]
 
 
 def walked_limits(end: Any, start: Sequence[Any], reverse: bool) -> tuple[Mask, tuple[Any, ...]]:

@@ -73,7 +73,7 @@ class Store(NamedTuple):
         slots = [written(s, place, value=value) for s, value in zip(self.slots, state, strict=True)]
         rows = [(step.astype(jnp.uint32), *division) for step, division in segments]
         if not calibration().look:
-            rows = jnp.stack([jnp.stack(row) for row in rows])
+            rows = jnp.stack([number for row in rows for number in row]).reshape(-1, 3)
             return self._replace(slots=slots, segments=lax.dynamic_update_slice_in_dim(self.segments, rows, slot, 0))
         # One kernel finds out what it writes, and may read a row of the table for that: it writes all of a new table.
         places, fields = jnp.arange(self.num_slots + 1, dtype=jnp.int32)[:, None], jnp.arange(3, dtype=jnp.int32)[None]
@@ -119,7 +119,7 @@ class BinomialState(NamedTuple):
 def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[Any], progress: LoopState) -> LoopState:
     """Walk back through all steps."""
     store, used = Store.of(bodies.sweep, track, checkpoint_rows, saved)
-    reads_segment = calibration().look  # at the start of a turn, in the kernels that need it
+    asks = bool(calibration().look)  # the host does; then a turn reads its segment where kernels need it
     evaluated_again = _in_one_loop if bodies.in_one_loop else _in_two_loops
 
     # A turn begins with a free slot: where there is none, one step remains, which the turn before walks back. So the
@@ -161,11 +161,11 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
             state = walked.carry[:num_stored]
         progress = walked._replace(carry=walked.carry[num_stored:])
         slot = jnp.where(is_run, before, slot)
-        return BinomialState(state, slot, None if reads_segment else store.segment(slot), end, store, progress)
+        return BinomialState(state, slot, None if asks else store.segment(slot), end, store, progress)
 
     last = jnp.maximum(used - 1, 0)
     start = BinomialState(
-        store.state(last), last, None if reads_segment else store.segment(last), track.num_steps, store, progress
+        store.state(last), last, None if asks else store.segment(last), track.num_steps, store, progress
     )
     return while_asked(lambda at: at.end > 0, one_turn, start).progress
 
