@@ -84,7 +84,7 @@ def batch_loss(while_loop: Callable[..., Any], **options: Any) -> Callable[..., 
 
 
 def by_hand_loss(while_loop: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The same batch as one loop on larger arrays, which masks nothing: all lanes take as many steps."""
+    """So many lanes as one loop on larger arrays, which masks nothing: each takes as many steps."""
 
     def of(step: Callable[..., Array]) -> Callable[..., Any]:
         def loss(h: Array, w: Array) -> Array:

@@ -217,16 +217,15 @@ is_slow_function = one_of(
     *("sinh", "cosh", "asinh", "acosh", "atanh", "random_bits", "threefry2x32", "bessel_i0e", "bessel_i1e"),
 )
 
-# What they cost goes by the size of their operand.
-reads_more_than_it_returns = one_of(
+_REDUCTIONS = (
     *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")),
     *("argmax", "argmin", "sort"),
 )
-
+# What they cost goes by the size of their operand.
+reads_more_than_it_returns = one_of(*_REDUCTIONS)
 # Worth a place in memory, if a loop would compute it in each step.
 is_kept_for_steps = one_of(
-    *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")),
-    *("argmax", "argmin", "sort", "dot_general", "conv_general_dilated"),
+    *(*_REDUCTIONS, "dot_general", "conv_general_dilated"),
     *("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "fft"),
 )
 

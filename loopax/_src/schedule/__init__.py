@@ -4,12 +4,13 @@ May import: nothing of loopax.
 """
 
 from loopax._src.schedule.binomial import Division, divisions
-from loopax._src.schedule.online import Online, start, start_in_one_array, store, store_if_due
+from loopax._src.schedule.online import Online, due_in, start, start_in_one_array, store, store_if_due
 
 __all__ = [
     "Division",
     "Online",
     "divisions",
+    "due_in",
     "start",
     "start_in_one_array",
     "store",

@@ -78,7 +78,7 @@ def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
     return Online(stored, slots, dropped, limits, repetitions, stride), slot, length
 
 
-# The same decisions in few kernels, for devices on which a kernel counts, and not what it computes. The state is one
+# What `store` decides, in few kernels: for devices on which a kernel counts, and not what it computes. The state is one
 # array, int32[5, max(c, 4)]. Its rows are `stored`, `slots`, `limits`, the limits for one repetition more, and numbers:
 # `dropped`, `repetitions`, `stride`, and the step before which the next carry is stored. What the branch of `store`
 # computes is computed in each step, whether a carry is stored before it or not.
@@ -90,6 +90,11 @@ def start_in_one_array(slots: int) -> Any:
     table[:4, :slots] = state.stored, state.slots, state.limits, np.arange(slots + 1, 1, -1)
     table[4, :4] = state.dropped, state.repetitions, state.stride, 0
     return jnp.asarray(table)
+
+
+def due_in(state: Any) -> Any:
+    """The step before which the next carry is stored."""
+    return state[4, 3]
 
 
 def store_if_due(state: Any, step: Any, count: int) -> tuple[Any, Any, Any]:

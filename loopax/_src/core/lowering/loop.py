@@ -68,7 +68,7 @@ def run_saving(
         step = walk.distance(start, saver.state.position)
         if calibration().look:  # the host would be asked about branches
             plan, slot, _ = schedule.store_if_due(saver.plan, step, saving.count)
-            return slot, plan[4, 3] - step, plan
+            return slot, schedule.due_in(plan) - step, plan
         plan, slot, length = schedule.store(saver.plan, step)
         return slot, length, plan
 
