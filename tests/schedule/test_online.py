@@ -18,6 +18,7 @@ from loopax._src.schedule.online import (
     start_in_one_array,
     store,
     store_if_due,
+    unused_in,
 )
 from tests.schedule.lengths import STEPS, each_number_of_slots, lengths
 from tests.support.schedule_machine import execute
@@ -118,4 +119,6 @@ def test_it_stores_the_same_in_one_array(slots):
         for row, expected in zip(table, (state.stored, state.slots, state.limits), strict=False):
             np.testing.assert_array_equal(row[:slots], expected)
         step += int(length)
-        assert table[4, :4].tolist() == [state.dropped, state.repetitions, state.stride, step]
+        unused = state.stored.tolist().count(-1)
+        assert table[4, :5].tolist() == [state.dropped, state.repetitions, state.stride, step, unused]
+        assert unused_in(table) == unused

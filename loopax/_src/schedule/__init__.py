@@ -4,7 +4,7 @@ May import: nothing of loopax.
 """
 
 from loopax._src.schedule.binomial import Division, divisions
-from loopax._src.schedule.online import Online, due_in, start, start_in_one_array, store, store_if_due
+from loopax._src.schedule.online import Online, due_in, start, start_in_one_array, store, store_if_due, unused_in
 
 __all__ = [
     "Division",
@@ -15,4 +15,5 @@ __all__ = [
     "start_in_one_array",
     "store",
     "store_if_due",
+    "unused_in",
 ]

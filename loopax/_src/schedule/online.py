@@ -79,16 +79,16 @@ def store(state: Online, step: Any) -> tuple[Online, Any, Any]:
 
 
 # What `store` decides, in few kernels: for devices on which a kernel counts, and not what it computes. The state is one
-# array, int32[5, max(c, 4)]. Its rows are `stored`, `slots`, `limits`, the limits for one repetition more, and numbers:
-# `dropped`, `repetitions`, `stride`, and the step before which the next carry is stored. What the branch of `store`
-# computes is computed in each step, whether a carry is stored before it or not.
+# array, int32[5, max(c, 5)]. Its rows are `stored`, `slots`, `limits`, the limits for one repetition more, and numbers:
+# `dropped`, `repetitions`, `stride`, the step before which the next carry is stored, and the number of unused slots.
+# What the branch of `store` computes is computed in each step, whether a carry is stored before it or not.
 
 
 def start_in_one_array(slots: int) -> Any:
     """As `start`."""
-    state, table = _start(slots), np.zeros((5, max(slots, 4)), np.int32)
+    state, table = _start(slots), np.zeros((5, max(slots, 5)), np.int32)
     table[:4, :slots] = state.stored, state.slots, state.limits, np.arange(slots + 1, 1, -1)
-    table[4, :4] = state.dropped, state.repetitions, state.stride, 0
+    table[4, :5] = state.dropped, state.repetitions, state.stride, 0, slots
     return jnp.asarray(table)
 
 
@@ -97,9 +97,14 @@ def due_in(state: Any) -> Any:
     return state[4, 3]
 
 
+def unused_in(state: Any) -> Any:
+    """How many slots have no carry."""
+    return state[4, 4]
+
+
 def store_if_due(state: Any, step: Any, count: int) -> tuple[Any, Any, Any]:
     """Store the carry before `step` in one of c slots, if it is due; also the slot, and whether it is."""
-    stored, slots, limits, raised, (dropped, repetitions, stride, due, *_) = state
+    stored, slots, limits, raised, (dropped, repetitions, stride, due, unused, *_) = state
     slot = lax.dynamic_index_in_dim(slots, dropped, keepdims=False, allow_negative_indices=False)
     positions = jnp.arange(state.shape[1], dtype=jnp.int32)
 
@@ -129,7 +134,8 @@ def store_if_due(state: Any, step: Any, count: int) -> tuple[Any, Any, Any]:
     raised = jnp.where(raises, _raised(raised, repetitions, count), raised)
     dropped = jnp.where(raises, jnp.where(later > 0, later, count - 1), soon)
     length = jnp.where(raises, longer, stride) if count > 1 else NEVER
-    numbers = (dropped, repetitions, stride, step + jnp.minimum(length, NEVER - step))
+    unused = jnp.maximum(unused - 1, 0)
+    numbers = (dropped, repetitions, stride, step + jnp.minimum(length, NEVER - step), unused)
     row = reduce(jnp.add, (jnp.where(positions == i, number, 0) for i, number in enumerate(numbers)))
     places, is_due = jnp.arange(5, dtype=jnp.int32)[:, None], step == due
     rows = enumerate((stored, slots, limits, raised, row))

@@ -14,7 +14,7 @@ Operands are `low, high, *consts, *carry, *xs`, results `num_steps, *carry, *ys`
 A loop that saves also returns `*saved, checkpoint_rows`. Saved are checkpoints: the carry before some of the steps,
 from which reverse mode recomputes the others. `checkpoint_rows` are the rows of these steps, the first one's first,
 `EMPTY_SLOT` where there were fewer; where checkpoints are not in the order of their steps, they are followed by the
-slots; for two-level checkpoints, they are the row of the first step alone.
+slots; the last number is that of the rows. For two-level checkpoints, they are the row of the first step alone.
 
 A condition is a bool leaf of the carry, so that every rule has one jaxpr to deal with.
 

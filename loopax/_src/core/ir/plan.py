@@ -273,8 +273,11 @@ class Slots(Saving):
         return self.count
 
     def num_checkpoint_rows(self) -> int:
-        """The row of each slot; or, of unknown length, all rows in ascending order, then their slots in this order."""
-        return self.count if self.length_known else 2 * self.count
+        """The row of each slot; or, of unknown length, all rows in ascending order, then their slots in this order.
+
+        The last number says how many slots are in use.
+        """
+        return (self.count if self.length_known else 2 * self.count) + 1
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,10 @@ def run_saving(
 
     plan, rows = _begun(saving, walk, start, end)
     state, saved, rows, plan = while_asked(goes_on, stretch, Saver(state, room, rows, plan))
-    if rows is None:
-        rows = start[None] if isinstance(saving, Blocks) else _in_order(plan, saving.count, walk, start)
+    if isinstance(saving, Blocks):
+        rows = start[None]
+    else:
+        rows = _in_order(plan, saving.count, walk, start) if rows is None else jnp.append(rows, plan[0])
     return state if walk.limited else _poisoned(state), [*saved, rows]
 
 
@@ -133,16 +135,18 @@ def _run_online(
 
 
 def _in_order(plan: Any, count: int, walk: RowLoop, start: Any) -> Any:
-    """The rows before which carries were saved, in order, with those of unused slots last; and then their slots.
+    """The rows before which carries were saved, in order, with those of unused slots last; then their slots.
 
     The first two rows, or fields, of what the schedule remembers say them for so many slots.
     """
     stored, slots = (x[:count] for x in plan[:2])
     rows = jnp.where(stored < 0, EMPTY_SLOT, walk.advance(start, stored))
-    unused = jnp.sum(stored < 0, dtype=jnp.int32)
+    is_one_array = not isinstance(plan, schedule.Online)
+    unused = schedule.unused_in(plan) if is_one_array else jnp.sum(stored < 0, dtype=jnp.int32)
     twice = jnp.tile(jnp.stack([rows, slots]), 2)
+    in_order = lax.dynamic_slice_in_dim(twice, unused, rows.size, 1).reshape(-1)
     # XLA would compute it once more in each kernel that reads it.
-    return lax.optimization_barrier(lax.dynamic_slice_in_dim(twice, unused, rows.size, 1).reshape(-1))
+    return lax.optimization_barrier(jnp.append(in_order, count - unused))
 
 
 def _run_known_blocks(

@@ -265,13 +265,15 @@ class RowLoop(NamedTuple):
         """Steps from one position to another."""
         return start - position if self.reverse else position - start
 
-    def run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+    def run(self, steps: Steps, state: LoopState, end: Any, begins: Any = None) -> LoopState:
         """Walk until the position is `end` (the first that is not walked), or the predicate is False.
+
+        `begins`: whether there is a first step, for a caller that knows it otherwise, in fewer kernels.
 
         A loop that reports walks in stretches of many steps, each until a report is due.
         """
         if self.watch is None:
-            return self._run(steps, state, end)
+            return self._run(steps, state, end, begins)
         watch, nearer = self.watch, jnp.maximum if self.reverse else jnp.minimum
 
         def until_due(state: LoopState) -> LoopState:
@@ -281,7 +283,7 @@ class RowLoop(NamedTuple):
 
         return lax.while_loop(self._replace(watch=None)._enough(end, 1), until_due, state)
 
-    def _run(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
+    def _run(self, steps: Steps, state: LoopState, end: Any, begins: Any = None) -> LoopState:
         if self.reverse:  # XLA knows the length of a loop that counts up, and not of one that counts down
             up = self._replace(reverse=False)
             state = up._run(steps.of_opposites(), state._replace(position=-state.position), -end)
@@ -310,8 +312,10 @@ class RowLoop(NamedTuple):
         for part, stop in parts:
             for size in [self.unroll, 1] if self.unroll > 1 else [1]:
                 goes_on, several = self._enough(stop, size), self._several(steps, part, size)
-                loop = lax.while_loop if self.length_known and not self.predicated else while_asked
-                state = loop(goes_on, several, state)
+                if self.length_known and not self.predicated:
+                    state = lax.while_loop(goes_on, several, state)
+                else:
+                    state = while_asked(goes_on, several, state, begins if len(parts) == self.unroll == 1 else None)
         return state
 
     def run_at_most_once(self, steps: Steps, state: LoopState, end: Any) -> LoopState:
@@ -359,10 +363,11 @@ class RowLoop(NamedTuple):
         return several
 
 
-def while_asked(goes_on: Callable[[Any], Any], step: Callable[[Any], Any], state: Any) -> Any:
+def while_asked(goes_on: Callable[[Any], Any], step: Callable[[Any], Any], state: Any, begins: Any = None) -> Any:
     """`lax.while_loop` of a length that XLA does not know.
 
-    Where the host looks at the condition, a step computes it, which takes no kernel of its own.
+    Where the host looks at the condition, a step computes it, which takes no kernel of its own. `begins` is that of the
+    first step, if the caller has it.
     """
     if not calibration().look:
         return lax.while_loop(goes_on, step, state)
@@ -371,7 +376,7 @@ def while_asked(goes_on: Callable[[Any], Any], step: Callable[[Any], Any], state
         later = step(at[1])
         return goes_on(later), later
 
-    return lax.while_loop(lambda at: at[0], step_and_ask, (goes_on(state), state))[1]
+    return lax.while_loop(lambda at: at[0], step_and_ask, (goes_on(state) if begins is None else begins, state))[1]
 
 
 def read(array: Any, row: Any) -> Any:

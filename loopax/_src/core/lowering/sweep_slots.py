@@ -33,18 +33,18 @@ class Store(NamedTuple):
 
     slots: list[Any]
     segments: Any  # uint32[slots + 1, 3]: the first step of each segment, and its division
-    order: Any  # int32[2 slots]: behind as many others, where the slots are; None: in their order
+    order: Any  # int32[2 slots + 1]: behind as many others, where the slots are; None: in their order
 
     @classmethod
     def of(cls, sweep: ReverseSweep, track: Track, checkpoint_rows: Any, saved: list[Any]) -> tuple["Store", Any]:
         """What the forward loop has saved, and how many slots are in use. Divisions begin with r = 1."""
         assert checkpoint_rows.size == sweep.saving.num_checkpoint_rows()
-        rows, order = checkpoint_rows, None
-        if not (isinstance(sweep.saving, Slots) and sweep.saving.length_known):
-            rows, order = checkpoint_rows[: checkpoint_rows.size // 2], checkpoint_rows
+        in_order = isinstance(sweep.saving, Slots) and sweep.saving.length_known
+        count = checkpoint_rows.size - 1
+        rows, used = checkpoint_rows[: count if in_order else count // 2], checkpoint_rows[-1]
         steps = jnp.where(rows == EMPTY_SLOT, -1, track.step(rows)).astype(jnp.uint32)
-        used = jnp.sum(rows != EMPTY_SLOT, dtype=jnp.int32)
-        return cls(saved, with_one_more(steps, schedule.Division(*map(jnp.ones_like, (steps, steps)))), order), used
+        segments = with_one_more(steps, schedule.Division(*map(jnp.ones_like, (steps, steps))))
+        return cls(saved, segments, None if in_order else checkpoint_rows), used
 
     @property
     def num_slots(self) -> int:
@@ -103,6 +103,7 @@ class Turn(NamedTuple):
     passed: Any  # so many to advance
     run: Any  # so many to walk back, behind those
     slot: Any  # for the state before the run
+    first: Any  # that slot, less so many: where a state before the first step would be
 
 
 class BinomialState(NamedTuple):
@@ -135,11 +136,13 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
         if calibration().platform == "gpu":  # a TPU would copy what each step reads
             slots, state = stored_first(store.slots, state)
             store = store._replace(slots=slots)
-        # The current state is now that before `middle`.
+        # The current state is now that before `middle`. A number that is both a result and an operand of others would
+        # have a kernel of its own: two numbers that loops are given are computed once more, from others.
         distance, one = (jnp.where(divides, number, 0) for number in (distance, jnp.ones_like(slot)))
+        first = slot - jnp.where(divides, distance - 1, 0)  # the new slot - distance
         middle, remain, slot, free = step + distance, remain - distance, slot + one, free - one
         is_run = remain <= free + 1
-        turn = Turn(track.row(step), distance, jnp.where(is_run, remain, 0), slot)
+        turn = Turn(track.row(step), distance, jnp.where(is_run, remain, 0), slot, first)
         state, last, slots = evaluated_again(track, bodies, store, turn, state)
         store = store._replace(slots=slots)
 
@@ -153,7 +156,8 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
         back = track.ahead._replace(reverse=not track.ahead.reverse)
         num_stored, steps = len(last), Steps(bodies.backward, take, back, track.row(middle + turn.run - 1))
         start = LoopState([*last, *progress.carry], progress.ys, jnp.int32(0))
-        walked = RowLoop(reverse=False, unroll=track.ahead.unroll, length_known=False).run(steps, start, turn.run)
+        walk = RowLoop(reverse=False, unroll=track.ahead.unroll, length_known=False)
+        walked = walk.run(steps, start, turn.run, begins=remain - free < 2)  # if it is a run
         before, end = jnp.maximum(slot - 1, 0), jnp.where(is_run, middle, end)
         if bodies.records:
             state = [where(is_run, popped, x) for popped, x in zip(store.state(before), state, strict=True)]
@@ -205,8 +209,8 @@ def _in_one_loop(track: Track, bodies: Bodies, store: Store, turn: Turn, state: 
     def take(body: Run, row: Any, position: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         state, _, slots = split_list(carry, sizes)
         state, stored = bodies.step(body, row, state)
-        of_run = position - turn.passed
-        place, stores = store.place(turn.slot + of_run), (of_run >= 0) & (of_run < turn.run - 1)
+        slot = turn.first + position
+        place, stores = store.place(slot), (turn.slot <= slot) & (slot < turn.slot + turn.run - 1)
         for leaf, value in zip(bodies.places, stored, strict=True):
             slots[leaf] = put(slots[leaf], place, stores, value)
         return [*state, *stored, *slots], []
