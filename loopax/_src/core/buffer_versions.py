@@ -27,7 +27,7 @@ from loopax._src.core.jaxpr.util import (
     trace,
     weakly_cached,
 )
-from loopax._src.core.masking import fill_inactive_p, one_that_walked, walk_row_p, walked
+from loopax._src.core.masking import an_active_p, one_that_walked, walk_row_p, walked
 from loopax._src.core.row_buffers import VERSION, appends, get, get_p, put, put_p, view_p
 from loopax._src.jax_internals import (
     ClosedJaxpr,
@@ -275,8 +275,8 @@ def body_of_last_versions(body: ClosedJaxpr, sizes: Sequence[int], is_last: Mask
                 active = walked(*operands, **eqn.params)
                 one_of[id(active)] = lambda: one_that_walked(end, active, row, *start, **eqn.params)
                 return [end, active]
-            if eqn.primitive is fill_inactive_p and (one := one_of.get(id(operands[0]))):
-                operands = [operands[0], one(), *operands[2:]]
+            if eqn.primitive is an_active_p and (one := one_of.get(id(operands[0]))):
+                return [one()]
             return _equation_of_last_versions(last, eqn, operands)
 
         return evaluate(body, values, equation)

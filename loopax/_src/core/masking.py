@@ -22,6 +22,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.access_order import all_computed
 from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.evaluate import batch_expanded
+from loopax._src.core.jaxpr.narrow import changed
 from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, rewriting, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, map_programs
@@ -122,6 +123,16 @@ def an_active(active: Any) -> Any:
     return column + _COLUMNS * jnp.argmax(rows[:, column])
 
 
+# Visible in bodies: where a lane's end says which rows it has walked, a derivative takes `one_that_walked` instead.
+an_active_p = jaxi.new_primitive("an_active")
+jaxi.register(
+    an_active_p,
+    meaning=lambda active: [an_active(active)],
+    params=[],
+    batch=batch_if_mapped(an_active_p, batch_expanded(lambda active: [an_active(active)])),
+)
+
+
 def over_lanes(reduce: Callable[..., Any], values: Any) -> Any:
     """`reduce` of what each lane has, such as the largest, for many lanes in two steps, too. values: [lanes]."""
     lanes = values.shape[0] if values.ndim else 0
@@ -186,7 +197,7 @@ def fill_inactive(active: Any, operands: Sequence[Any], batched: Sequence[bool],
     """
     if active.size == 0:
         return list(operands)
-    first = jnp.int32(0) if when == "never" else an_active(active)
+    first = jnp.int32(0) if when == "never" else an_active_p.bind(active)[0]
     pairs = zip(operands, batched, strict=True)
     return [
         fill_inactive_p.bind(active, first, x, batch_axes=0, when=when) if is_batched else x for x, is_batched in pairs
@@ -290,6 +301,7 @@ jaxi.register(
     batch=batch_in_front(fill_inactive_p, "batch_axes"),  # each batch fills its lanes with one of its own
 )
 computed[fill_inactive_p] = lambda _: []  # it is fused with what reads it
+changed[fill_inactive_p] = 2
 
 
 # ---- of one lane: x, where a lane that is not active is given an active one's. Operands are `active, x`.

@@ -54,7 +54,7 @@ def test_small_arrays_are_stored(function):
     pair = lambda flags, x, dot: jax.jvp(lambda x: function(x, flags), (x,), (dot,))
     closed = jax.make_jaxpr(pair)(FLAGS, X, X)
     known, later, _ = partial_eval_jaxpr(closed, [False, False, True], [False, True])
-    stored = narrow(known, 1, later.in_avals[:-1])
+    stored = narrow(known, 1, later.in_avals[:-1], [])
     assert sorted(aval.str_short() for aval in stored.avals) == STORED[function]
     value, *residuals = jaxpr_as_fun(stored.known)(FLAGS, X)
     found = value, *jaxpr_as_fun(later)(*stored.repeated(residuals), 2 * X)
@@ -75,3 +75,30 @@ def test_a_mask_of_lanes_is_stored_as_one_bool_for_each(kind):
     assert "bool[5,3]" in jaxpr
     alone = sum(jax.grad(loss, 2)(x, int(n), jnp.float32(0.7)) for x, n in zip(starts, steps, strict=True))
     assert_close(gradient(jnp.float32(0.7)), alone, 1e-5)
+
+
+def of_weights(x, n, w):
+    return lx.fori_loop(0, n, lambda _, x: jnp.sin(w * x), x, max_steps=5, kind="residuals").sum()
+
+
+def of_rows(x, n, rows):
+    step = lambda x, row: (jnp.sin(row * x), None)
+    return lx.scan(step, x, rows, length=n, max_steps=5, kind="residuals")[0].sum()
+
+
+def of_a_predicate(x, n, w):
+    goes_on, step = lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(w * c[1]))
+    return lx.while_loop(goes_on, step, (jnp.int32(0), x), max_steps=5, kind="residuals")[1].sum()
+
+
+@pytest.mark.parametrize("loss", [of_weights, of_rows, of_a_predicate])
+def test_what_finished_lanes_are_given_is_not_stored_of_an_input(loss):
+    """Weights of lanes are there, and rows of xs; each step stores the cosine and the carry."""
+    starts, steps = jnp.linspace(0.1, 2, 300, dtype=jnp.float32).reshape(3, 100), jnp.array([5, 0, 3], jnp.int32)
+    given = jnp.linspace(0.5, 1, 1500 if loss is of_rows else 300, dtype=jnp.float32)
+    given = given.reshape(3, 5, 100) if loss is of_rows else given.reshape(3, 100)
+    gradient = jax.grad(lambda given: jax.vmap(loss)(starts, steps, given).sum())
+    (loop, *_) = (eqn for eqn in jax.make_jaxpr(gradient)(given).eqns if eqn.primitive.name == "loop")
+    assert [v.aval.str_short() for v in loop.outvars].count("float32[5,3,100]") == 2
+    alone = jnp.stack([jax.grad(loss, 2)(*lane) for lane in zip(starts, steps, given, strict=True)])
+    assert_close(gradient(given), alone, 1e-5)

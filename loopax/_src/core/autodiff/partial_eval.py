@@ -257,8 +257,10 @@ def _keep_residuals(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     num_outputs = flatten(outputs).count(False)
     later, num_residuals = without_effects(later), len(known.out_avals) - num_outputs
     of_residuals, of_others = split_list(later.in_avals, [num_residuals])
-    stored = narrow(filled_always(known), num_outputs, of_residuals)  # sums over lanes read residuals
-    known, sizes = stored.known, [mask.count(False) for mask in unknown]
+    known, sizes = filled_always(known), [mask.count(False) for mask in unknown]  # sums over lanes read residuals
+    _, consts, _, xs = split_list(known.invars, [1, *sizes[:2]])
+    stored = narrow(known, num_outputs, of_residuals, free=[*consts, *xs])
+    known = stored.known
 
     # Which lanes are active in a row follows from their ends after the last step.
     # Before: (row, *consts, *carry, *x) -> (*carry, *y, *residuals)

@@ -98,7 +98,9 @@ def in_two_parts(sweep: ReverseSweep, stored: bool) -> Recording | None:
         return None
     num_consts, num_state, num_xs = sizes = [sweep.num_consts, sweep.num_state, sweep.num_forward_xs]
     known, later = halves
-    narrowed = narrow(known, num_state, later.in_avals[: len(known.out_avals) - num_state])
+    _, of_consts, _, of_xs = split_list(known.invars, [1, num_consts, num_state])
+    of_residuals = later.in_avals[: len(known.out_avals) - num_state]
+    narrowed = narrow(known, num_state, of_residuals, free=[*of_consts, *of_xs])
     known = narrowed.known
 
     # Where each residual comes from on the way back: consts and xs (hoisted, forwarded), the record of the step, or it
