@@ -102,3 +102,16 @@ def test_what_finished_lanes_are_given_is_not_stored_of_an_input(loss):
     assert [v.aval.str_short() for v in loop.outvars].count("float32[5,3,100]") == 2
     alone = jnp.stack([jax.grad(loss, 2)(*lane) for lane in zip(starts, steps, given, strict=True)])
     assert_close(gradient(given), alone, 1e-5)
+
+
+def test_weights_of_a_finished_lane_are_not_read():
+    """They may be infinite, and the scale that lanes share has a sum over all lanes."""
+
+    def loss(n, w, scale):
+        step = lambda x: jnp.sin(x + w * scale)
+        return lx.fori_loop(0, n, lambda _, x: step(x), jnp.float32(0.5), max_steps=5, kind="residuals")
+
+    steps, weights = jnp.array([5, 0, 3], jnp.int32), jnp.array([0.5, jnp.inf, 0.7], jnp.float32)
+    scale = jnp.float32(0.9)
+    found = jax.grad(lambda scale: jax.vmap(loss, (0, 0, None))(steps, weights, scale).sum())(scale)
+    assert_close(found, sum(jax.grad(loss, 2)(steps[i], weights[i], scale) for i in (0, 2)), 1e-5)
