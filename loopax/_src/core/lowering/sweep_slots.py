@@ -154,7 +154,7 @@ def sweep_slots(track: Track, bodies: Bodies, checkpoint_rows: Any, saved: list[
             return [*(read(slots[place], before) for place in bodies.places), *carry], y
 
         back = track.ahead._replace(reverse=not track.ahead.reverse)
-        num_stored, steps = len(last), Steps(bodies.backward, take, back, track.row(middle + turn.run - 1))
+        num_stored, steps = len(last), Steps(bodies.backward, take, back, track.row(end - 1))
         start = LoopState([*last, *progress.carry], progress.ys, jnp.int32(0))
         walk = RowLoop(reverse=False, unroll=track.ahead.unroll, length_known=False)
         walked = walk.run(steps, start, turn.run, begins=remain - free < 2)  # if it is a run
