@@ -97,7 +97,7 @@ def while_loop(
         - `"compact"`, `Compact()`: finished lanes leave the batch.
         - `"sequential"`, `Sequential()`: one lane runs after another.
         - `"auto"`, `AutoLanes()`: the fastest of these three by an estimate.
-        - `"free"`, `Free()`: for a loop with a loop in its body; lanes do not wait for each other between outer steps.
+        - `"free"`, `Free()`: for a loop with loops in its body; lanes do not wait for each other between outer steps.
 
         In all of them, a finished lane causes no NaN, no error and no effect.
     key

@@ -299,8 +299,6 @@ def test_an_inverse_of_a_fori_loop_gets_the_carry_without_the_index() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="fn of rewrite_loops"):
         lx.rewrite_loops(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="lanes='free'"):
-        lx.rewrite_loops(halve, lanes="free")
     pattern = r"rewrite_loops\(kind=\.\.\.\), which returned 'fast' for lax\.while_loop at \S*test_rewrite\.py"
     with pytest.raises(ValueError, match=pattern):
         lx.rewrite_loops(of_others, kind=lambda loop: "fast")(0.7)  # pyright: ignore[reportArgumentType]
@@ -388,3 +386,33 @@ def test_mutable_arrays_and_prints(capfd) -> None:
     assert_close(jax.jit(lx.rewrite_loops(function, conds=True))(3.0), jnp.array([3.0, 0.0]))
     jax.effects_barrier()
     assert capfd.readouterr().out == "first 3.0\n"
+
+
+def in_lax(x: Any, n: Any) -> Any:
+    """Loops of `jax.lax` in each other, in a branch and in a scan."""
+
+    def halve_often(x: Any) -> Any:
+        return lax.while_loop(lambda x: x.sum() > 0.1, lambda x: 0.5 * x, x)
+
+    def step(x: Any, k: Any) -> tuple[Any, Any]:
+        x = lax.fori_loop(0, (n + k) % 4, lambda _, x: jnp.sin(x) + 0.2, x)
+        x = lax.cond(x.sum() > 1.0, halve_often, lambda x: 1.1 * x, x)
+        x, _ = lax.scan(lambda x, _: (jnp.cos(x), None), x, None, 2)  # holds no loop
+        return x, x.sum()
+
+    return lax.while_loop(lambda c: c[1] < n, lambda c: (lax.scan(step, c[0], jnp.arange(3))[0], c[1] + 1), (x, 0))[0]
+
+
+def test_free_lanes_make_one_loop_of_those_of_lax() -> None:
+    """The outer scan and the branch are exchanged, too, and the scan without a loop in it is not."""
+    starts, lengths = jnp.linspace(0.1, 0.9, 12).reshape(4, 3), jnp.array([3, 0, 1, 5])
+    free = jax.vmap(lx.rewrite_loops(in_lax, lanes="free"))
+    closed = jax.make_jaxpr(free)(starts, lengths)
+    assert sum(eqn.primitive.name == "loop" and eqn.params["bound"] != 1 for eqn in closed.eqns) == 1
+    assert "while[" not in str(closed)
+    assert str(closed).count("scan[") == 1
+    assert_close(jax.jit(free)(starts, lengths), jax.vmap(in_lax)(starts, lengths))
+    loss = lambda f: lambda x, n: f(x, n).sum()
+    found = jax.jit(jax.vmap(jax.grad(loss(lx.rewrite_loops(in_lax, lanes="free")))))(starts, lengths)
+    each = jax.grad(loss(lx.rewrite_loops(in_lax)))
+    assert_close(found, jnp.stack([each(x, n) for x, n in zip(starts, lengths, strict=True)]))

@@ -1,14 +1,17 @@
-"""Free lanes: a loop with one loop in its body as a single loop, in which lanes need not wait for each other.
+"""Free lanes: a nest of loops as a single loop, in which lanes need not wait for each other.
 
-In lockstep a batch of nested loops waits at every outer step for the lane with the most inner steps. Here one step of
-the single loop is, for each lane, whatever that lane is at::
+In lockstep, a batch of nested loops waits at every outer step for the lane with the most inner steps. Here, one step of
+a single loop goes through the nest once, and a lane does what it has come to there::
 
-    if it is to begin an outer step:  what stands before the inner loop
-    if the inner loop goes on:        one step of it
-    if the inner loop has ended:      what stands after it; on to the next outer step
+    what stands before the first inner loop    if the lane is to begin a step of the outer loop
+    a step of the first inner loop             if the lane is in that loop
+    what stands between it and the next one    if it has ended
+    ...
+    what stands behind the last inner loop     if that has ended: the step of the outer loop is done
 
-Each of the three is a loop of at most one step, which in a batch runs if any lane needs it, and in which the other
-lanes are filled. So this is an ordinary loop to every transformation. (Dance et al. 2025, docs/references.md.)
+A step of an inner loop is its body, or, if loops stand in that, this again. What stands between loops is a loop of at
+most one step: in a batch it runs if any lane needs it, and the other lanes are filled. So this is an ordinary loop to
+every transformation. (Dance et al. 2025, docs/references.md.)
 """
 
 from collections.abc import Callable, Sequence
@@ -20,166 +23,183 @@ import jax.numpy as jnp
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.ir.kind import Decided
-from loopax._src.core.ir.loop import NO_STOP, NOT_STARTED, Loop, Outcome, asked_as, loop_p, run
+from loopax._src.core.ir.loop import NO_STOP, NOT_STARTED, Loop, Outcome, asked_as, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.types import trace_carrying
-from loopax._src.core.jaxpr.util import (
-    INDEX,
-    MOST_STEPS,
-    bind_again,
-    evaluate,
-    split_list,
-    stacked,
-    trace,
-    weakly_cached,
-)
+from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, weakly_cached
 from loopax._src.core.lowering.rows import RowLoop, read, write
-from loopax._src.jax_internals import ClosedJaxpr, Literal, jaxpr_as_fun
+from loopax._src.core.nest import TAKES_NO_INVERSE, Inner, Nest, cut, holds_loop, refuse_other_kinds
+from loopax._src.jax_internals import jaxpr_as_fun
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
 # to select in all of them.
 FEW_ROWS = 128
 
+# Where a lane is.
 
-class LaneState(NamedTuple):
-    """Where a lane is in the loop."""
 
-    row: Any  # of the next step
+class LoopState(NamedTuple):
+    """Where a lane is in a loop."""
+
+    row: Any  # of the step that it is in, or of the next one
     end: Any  # the first row that is not walked
     num_steps: Any
     carry: list[Any]
     ys: list[Any]
-    kept: list[Any]
+    inside: "Inside | None"
 
 
-class SplitProgram(NamedTuple):
-    """A program, cut at the only loop in it, for lanes of which each is at another step of the loop.
+class Inside(NamedTuple):
+    """Where a lane is in a program that is cut."""
 
-    `inputs()` gives the inputs of the program for a lane, where they are needed.
-    """
-
-    before: ClosedJaxpr  # (*inputs) -> (low, high, *carry, *kept)
-    operands: ClosedJaxpr  # (*inputs, *kept) -> (*consts, *xs) of the loop
-    after: ClosedJaxpr  # (*inputs, *kept, *results of the loop) -> outputs
-    loop: Loop
-
-    def start(self) -> LaneState:
-        """A place in the state of a lane that has not begun."""
-        carry, ys = self.loop.output_avals
-        rows = [jaxi.zeros(stacked(aval, self.loop.bound or 0)) for aval in ys]
-        nothing, kept = jnp.int32(0), self.before.out_avals[2 + self.loop.num_carry :]
-        return LaneState(nothing, nothing, nothing, list(map(jaxi.zeros, carry)), rows, list(map(jaxi.zeros, kept)))
-
-    def goes_on(self, at: LaneState) -> Any:
-        """Whether a lane takes a step."""
-        if self.loop.bound is None and self.loop.predicated:
-            return _may_go_on(self.loop, at.carry)
-        ahead = at.row > at.end if self.loop.reverse else at.row < at.end
-        return ahead & _may_go_on(self.loop, at.carry) if self.loop.predicated else ahead
-
-    def begin(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
-        """What stands before the loop, where it is needed."""
-
-        def before(*_: Any) -> list[Any]:
-            # Before: [low, high, *carry, *kept] -> After: [first row, the first that is not walked, *carry, *kept]
-            low, high, *rest = jaxpr_as_fun(self.before)(*inputs())
-            return [*((high - 1, low - 1) if self.loop.reverse else (low, high)), *rest]
-
-        row, end, *rest = at_most_once(needed, before, [at.row, at.end, *at.carry, *at.kept])
-        carry, kept = split_list(rest, [self.loop.num_carry])
-        ys = [jaxi.where(needed, jaxi.zeros(jax.typeof(y)), y) for y in at.ys]
-        return LaneState(row, end, jnp.where(needed, 0, at.num_steps), carry, ys, kept)
-
-    def step(self, needed: Any, inputs: Callable[[], list[Any]], at: LaneState) -> LaneState:
-        """One step, where it is needed."""
-        loop = self.loop
-        if loop.bound == 0:
-            return at
-
-        def step(*values: Any) -> list[Any]:
-            consts, xs = split_list(jaxpr_as_fun(self.operands)(*inputs(), *at.kept), [loop.num_consts])
-            return jaxpr_as_fun(loop.body)(at.row, *consts, *values[: loop.num_carry], *(read(x, at.row) for x in xs))
-
-        return after_step(loop, at, needed, needed & (at.num_steps < MOST_STEPS), step)
-
-    def end(self, inputs: list[Any], at: LaneState) -> list[Any]:
-        """What stands after the loop."""
-        return jaxpr_as_fun(self.after)(*inputs, *at.kept, at.num_steps, *at.carry, *at.ys)
+    begun: Any  # int32: so many of its loops
+    kept: list[list[Any]]  # of each block but the last
+    loops: list[LoopState]
 
 
-_ONE_INNER_LOOP = (
-    "lanes='free' is for a loop whose body holds one inner loop, and this body holds",
-    ", or leave lanes='lockstep'. The inner loop may not be batched itself (`jax.vmap` in the body).",
-)
-_TAKES_NO_INVERSE = (
-    "does not take a kind that brings an inverse. Choose another kind, such as `Checkpointed()`, or write the loop as "
-    "a while_loop, fori_loop or scan of its own."
-)
+def nowhere(nest: Nest) -> Inside:
+    """A place in the state of a lane that has not begun a program."""
+    kept = [list(map(jaxi.zeros, avals)) for avals in nest.kept_avals]
+    return Inside(jnp.int32(0), kept, list(map(_unbegun, nest.loops)))
 
 
-@weakly_cached
-def split_at_loop(program: ClosedJaxpr, holds: str, otherwise: str) -> SplitProgram:
-    """Cut a program at the only loop in it. Where there is not one, the error begins and ends with these words."""
-    flat = trace(lambda *inputs: evaluate(program, inputs, bind_again, inlined=_jit_with_loop), program.in_avals)
-    loops = [eqn for eqn in flat.eqns if eqn.primitive is loop_p]
-    for eqn in loops:
-        # What is around a loop gives it another derivative than its own, and a split program has it elsewhere.
-        if derivative := Loop(**eqn.params).derivative:
-            raise NotImplementedError(
-                f"a loop of which one is made with others does not take derivative={derivative!r}. Leave the "
-                "derivative out, or leave the lanes in lockstep or compact."
-            )
-    if len(loops) != 1:
-        # A loop that nobody uses has been removed by now.
-        found = f"{len(loops)}." if loops else "none. (A loop does not count if its results are not used: return them.)"
-        raise ValueError(
-            f"{holds} {found} The form it needs: outside of `cond`, `scan`, `jax.checkpoint` and other loops, one call "
-            "of `loopax.while_loop`, `loopax.fori_loop` or `loopax.scan`; before and after it, anything. Make one loop "
-            f"of several{otherwise}"
-        )
-    (at,) = loops
-    loop = Loop(**at.params)
-    if loop.reporting is not None:
-        raise NotImplementedError(
-            "a loop with progress= stands in the body of a loop with lanes='free', or in the function of `lanes_map`. "
-            "It is taken apart there, step by step, and cannot show how far it is. Leave its progress= out; a loop "
-            "with lanes='free' can show its own."
-        )
-    if loop.inverse is not None:
-        raise NotImplementedError(f"a loop inside of another, of which one is made (lanes='free') {_TAKES_NO_INVERSE}")
-    # Before: the equations in their order -> After: those that do not need the loop's results, and those that do
-    results, front, behind = set(at.outvars), [], []
-    for eqn in flat.eqns:
-        if any(not isinstance(atom, Literal) and atom in results for atom in eqn.invars):
-            results.update(eqn.outvars)
-            behind.append(eqn)
-        elif eqn is not at:
-            front.append(eqn)
-    low, high, *operands = at.invars
-    consts, carry, xs = loop.inputs(operands)
-    # Kept is what is computed before the loop for use in it or after it.
-    made = {variable for eqn in front for variable in eqn.outvars}
-    used = [*consts, *xs, *(atom for eqn in behind for atom in eqn.invars), *flat.outvars]
-    kept = list(dict.fromkeys(atom for atom in used if not isinstance(atom, Literal) and atom in made))
-    inputs = flat.invars
-    return SplitProgram(
-        before=jaxi.replace_jaxpr(flat, inputs, [low, high, *carry, *kept], front),
-        operands=jaxi.replace_jaxpr(flat, [*inputs, *kept], [*consts, *xs], []),
-        after=jaxi.replace_jaxpr(flat, [*inputs, *kept, *at.outvars], flat.outvars, behind),
-        loop=loop,
-    )
+def _unbegun(inner: Inner) -> LoopState:
+    carry, ys = inner.loop.output_avals
+    rows, nothing = [jaxi.zeros(stacked(aval, inner.loop.bound or 0)) for aval in ys], jnp.int32(0)
+    inside = inner.body and nowhere(inner.body)
+    return LoopState(nothing, nothing, nothing, list(map(jaxi.zeros, carry)), rows, inside)
 
 
-def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
-    """The program of a `jit` with a loop in it. A `jax.checkpoint` is left alone: it says what a gradient stores."""
-    program = jaxi.inlinable(eqn) if jaxi.is_jit(eqn) else None
-    has_loop = program and any(inner.primitive is loop_p or _jit_with_loop(inner) for inner in program.eqns)
-    return program if has_loop else None
+def goes_on(loop: Loop, at: LoopState) -> Any:
+    """Whether a lane is in a step of a loop, or takes another."""
+    ahead = at.row > at.end if loop.reverse else at.row < at.end
+    if loop.predicated:
+        may = _may_go_on(loop, at.carry)
+        ahead = may if loop.bound is None else ahead & may
+    return ahead if at.inside is None else ahead | (at.inside.begun > 0)
 
 
 def _may_go_on(loop: Loop, carry: Sequence[Any]) -> Any:
     """Whether a loop goes on by its predicate, and no step has broken (in each of its own lanes, if it is a batch)."""
     return carry[0] if loop.stop is None else carry[0] & jnp.any(carry[loop.stop] == NO_STOP[0])
+
+
+# What a lane does in one step of the single loop.
+
+
+class Program(NamedTuple):
+    """A program that a lane is in."""
+
+    nest: Nest
+    inputs: Callable[[], list[Any]]  # for a lane, where they are needed
+    at: Inside
+
+    def begin(self, needed: Any) -> "Program":
+        """What stands before the first loop, where it is needed."""
+        return self._enter(0, needed)
+
+    def advance(self, here: Any) -> "Program":
+        """Once through the loops, for lanes that are here: a step of the one that a lane is in, and what follows."""
+        now, ended = self, None
+        for place, inner in enumerate(self.nest.loops):
+            if ended is not None:
+                now = now._enter(place, ended)
+            is_in = here & (now.at.begun == place + 1)
+            stepped = _advance(inner, now.at.loops[place], now._operands(place), is_in)
+            now = now._with_loop(place, stepped)
+            ended = is_in & ~goes_on(inner.loop, stepped)
+        return now
+
+    def begin_inside(self, here: Any) -> "Program":
+        """What stands before the first loop in the steps of loops, where such a step is next."""
+        now = self
+        for place, inner in enumerate(self.nest.loops):
+            is_in = here & (now.at.begun == place + 1)
+            now = now._with_loop(place, _begin(inner, now.at.loops[place], now._operands(place), is_in))
+        return now
+
+    @property
+    def has_ended(self) -> Any:
+        """Whether a lane is behind the last loop."""
+        last = len(self.nest.loops)
+        return (self.at.begun == last) & ~goes_on(self.nest.loops[-1].loop, self.at.loops[-1])
+
+    def outputs(self) -> list[Any]:
+        """What stands behind the last loop."""
+        return jaxpr_as_fun(self.nest.blocks[-1])(*self._known(len(self.nest.loops), len(self.nest.loops)))
+
+    def _known(self, place: int, blocks: int) -> list[Any]:
+        results = [x for at in self.at.loops[:place] for x in (at.num_steps, *at.carry, *at.ys)]
+        return [*self.inputs(), *(x for kept in self.at.kept[:blocks] for x in kept), *results]
+
+    def _operands(self, place: int) -> Callable[[], list[Any]]:
+        return lambda: jaxpr_as_fun(self.nest.operands[place])(*self._known(place, place + 1))
+
+    def _enter(self, place: int, needed: Any) -> "Program":
+        """A block, and into the loop behind it."""
+        loop, old = self.nest.loops[place].loop, self.at.loops[place]
+
+        def block(*_: Any) -> list[Any]:
+            # Before: [low, high, *carry, *kept] -> After: [first row, the first that is not walked, *carry, *kept]
+            low, high, *rest = jaxpr_as_fun(self.nest.blocks[place])(*self._known(place, place))
+            return [*_rows_of(loop, low, high), *rest]
+
+        row, end, *rest = at_most_once(needed, block, [old.row, old.end, *old.carry, *self.at.kept[place]])
+        carry, kept = split_list(rest, [loop.num_carry])
+        ys = [jaxi.where(needed, jaxi.zeros(jax.typeof(y)), y) for y in old.ys]
+        num_steps, begun = jnp.where(needed, 0, old.num_steps), jnp.where(needed, place + 1, self.at.begun)
+        at = self.at._replace(begun=begun, kept=_with(self.at.kept, place, kept))
+        entered = LoopState(row, end, num_steps, carry, ys, old.inside)
+        return self._replace(at=at)._with_loop(place, entered)
+
+    def _with_loop(self, place: int, state: LoopState) -> "Program":
+        return self._replace(at=self.at._replace(loops=_with(self.at.loops, place, state)))
+
+
+def _with(values: list[Any], place: int, value: Any) -> list[Any]:
+    return [*values[:place], value, *values[place + 1 :]]
+
+
+def _rows_of(loop: Loop, low: Any, high: Any) -> tuple[Any, Any]:
+    """The first row, and the first that is not walked."""
+    return (high - 1, low - 1) if loop.reverse else (low, high)
+
+
+def _program_of_step(inner: Inner, at: LoopState, operands: Callable[[], list[Any]]) -> Program:
+    """The step that a lane is in."""
+    assert inner.body is not None
+    assert at.inside is not None
+    return Program(inner.body, lambda: _inputs(inner.loop, at, operands, at.carry), at.inside)
+
+
+def _inputs(loop: Loop, at: LoopState, operands: Callable[[], list[Any]], carry: Sequence[Any]) -> list[Any]:
+    """Those of a loop's body."""
+    consts, xs = split_list(operands(), [loop.num_consts])
+    return [at.row, *consts, *carry, *(read(x, at.row) for x in xs)]
+
+
+def _advance(inner: Inner, at: LoopState, operands: Callable[[], list[Any]], here: Any) -> LoopState:
+    """A step of a loop, or of one in it, for lanes that are here."""
+    loop = inner.loop
+    if loop.bound == 0:
+        return at
+    if inner.body is None:
+        needed = here & goes_on(loop, at)
+        step = lambda *values: jaxpr_as_fun(loop.body)(*_inputs(loop, at, operands, values[: loop.num_carry]))  # noqa: E731
+        return _after_step(loop, at, needed, needed & (at.num_steps < MOST_STEPS), step)
+    program = _program_of_step(inner, at, operands).advance(here)
+    ended = here & program.has_ended
+    after = _after_step(loop, at, ended, ended, lambda *_: program.outputs())
+    return after._replace(inside=program.at._replace(begun=jnp.where(ended, 0, program.at.begun)))
+
+
+def _begin(inner: Inner, at: LoopState, operands: Callable[[], list[Any]], here: Any) -> LoopState:
+    """What stands before the loops in a step, for lanes that are here and take one."""
+    if inner.loop.bound == 0 or inner.body is None or at.inside is None:
+        return at
+    next_one = here & goes_on(inner.loop, at) & (at.inside.begun == 0)
+    program = _program_of_step(inner, at, operands).begin(next_one).begin_inside(here)
+    return at._replace(inside=program.at)
 
 
 def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
@@ -217,8 +237,8 @@ def _step_that_may_break(
     return out.num_steps > 0, results
 
 
-def after_step(loop: Loop, at: Any, needed: Any, counts: Any, step: Callable[..., list[Any]]) -> Any:
-    """Where a lane is after a step of the inner or the outer loop, where it is needed; `counts`: where it is counted.
+def _after_step(loop: Loop, at: LoopState, needed: Any, counts: Any, step: Callable[..., list[Any]]) -> LoopState:
+    """Where a lane is after a step of a loop, where it is needed; `counts`: where it is counted.
 
     `step(*carry, *zeros) -> (*carry, *y)`, with zeros in the place of each y.
     """
@@ -240,71 +260,34 @@ def after_step(loop: Loop, at: Any, needed: Any, counts: Any, step: Callable[...
     return at._replace(row=row, num_steps=at.num_steps + counted, carry=list(carry), ys=ys)
 
 
-class NestedState(NamedTuple):
-    """Where a lane is."""
-
-    goes_on: Any  # it takes this outer step, or is in it
-    inside: Any  # it has begun the outer step
-    row: Any  # of the outer step
-    num_steps: Any  # outer steps that are done
-    carry: list[Any]
-    ys: list[Any]
-    inner: LaneState
+# The single loop.
 
 
-class Machine(NamedTuple):
-    """One step of a lane."""
-
-    loop: Loop
-    inner: SplitProgram  # its body
-    low: Any
-    high: Any
-    consts: Sequence[Any]
-    xs: Sequence[Any]
-
-    def start(self, carry: Sequence[Any]) -> NestedState:
-        """Before the first step."""
-        row = RowLoop(self.loop.reverse).first(self.low, self.high)
-        ys = [jaxi.zeros(stacked(aval, self.loop.bound or 0)) for aval in self.loop.output_avals.ys]
-        no = jnp.zeros((), bool)
-        return NestedState(self.goes_on(row, carry), no, row, jnp.int32(0), list(carry), ys, self.inner.start())
-
-    def goes_on(self, row: Any, carry: Sequence[Any]) -> Any:
-        """Whether a lane takes an outer step at this row."""
-        ahead = (self.low <= row) & (row < self.high)
-        return ahead & _may_go_on(self.loop, carry) if self.loop.predicated else ahead
-
-    def step(self, state: NestedState) -> NestedState:
-        """Begin an outer step, take an inner step, end the outer one: whatever the lane is at."""
-
-        def inputs() -> list[Any]:
-            return [state.row, *self.consts, *state.carry, *(read(x, state.row) for x in self.xs)]
-
-        begins = state.goes_on & ~state.inside
-        inside = state.inside | begins
-        at = self.inner.begin(begins, inputs, state.inner)
-        at = self.inner.step(inside & self.inner.goes_on(at), inputs, at)
-        ends = inside & ~self.inner.goes_on(at)
-        after = after_step(self.loop, state, ends, ends, lambda *_: self.inner.end(inputs(), at))
-        return after._replace(goes_on=self.goes_on(after.row, after.carry), inside=inside & ~ends, inner=at)
+def most_steps(inner: Inner) -> int | None:
+    """The most steps of the single loop of a nest. None: it has no bound."""
+    loop, _, body = inner
+    if loop.bound is None or body is None:
+        return loop.bound
+    of_loops = list(map(most_steps, body.loops))
+    return None if None in of_loops else loop.bound * sum(max(most or 0, 1) for most in of_loops)
 
 
 @weakly_cached
 def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
-    """The single loop of states of these types, its consts being low, high, *consts, *xs."""
-    inner = split_at_loop(loop.body, *_ONE_INNER_LOOP)
-    consts, _, rows = loop.input_avals
-    operands = [INDEX, INDEX, *consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
+    """The single loop of states of these types, its consts being *consts, *xs."""
+    inner, (consts, _, rows) = Inner(loop, "", cut(loop.body)), loop.input_avals
+    operands = [*consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
 
-    def step(_: Any, *values: Any) -> list[Any]:
-        leaves, (low, high), own_consts, xs = split_list(values, [len(state), 2, len(consts)])
-        return jax.tree.leaves(Machine(loop, inner, low, high, own_consts, xs).step(treedef.unflatten(leaves)))
+    def step(_: Any, is_on: Any, *values: Any) -> list[Any]:
+        leaves, given = split_list(values, [len(state) - 1])
+        at = _begin(inner, treedef.unflatten(leaves), lambda: given, is_on)
+        at = _advance(inner, at, lambda: given, is_on)
+        return [goes_on(loop, at), *jax.tree.leaves(at)]
 
     body = trace_carrying(step, INDEX, state, operands)
     # Before: [row, *state, *operands] -> After: [row, *operands, *state]
     row, *inputs = body.invars
-    inner_bound = inner.loop.bound
-    most = None if loop.bound is None or inner_bound is None else loop.bound * max(inner_bound, 1)
+    most = most_steps(inner)
     return Loop(
         jaxi.replace_jaxpr(body, [row, *inputs[len(state) :], *inputs[: len(state)]], body.outvars),
         num_consts=len(operands),
@@ -313,6 +296,7 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
         reverse=False,
         predicated=True,
         unroll=1,
+        idles=True,
         **asked_as(loop),
         reporting=loop.reporting,
         debug_info=loop.debug_info,
@@ -325,20 +309,30 @@ def run_free(
 ) -> Outcome:
     """Run the loop as a single one."""
     if loop.inverse is not None:
-        raise NotImplementedError(f"lanes='free' {_TAKES_NO_INVERSE}")
-    inner = split_at_loop(loop.body, *_ONE_INNER_LOOP)
-    if loop.bound == 0:
+        raise NotImplementedError(f"lanes='free' {TAKES_NO_INVERSE}")
+    if not holds_loop(loop.body):
+        # A loop that nobody uses has been removed by now.
+        raise ValueError(
+            "lanes='free' is for a loop with loops in its body, and this body holds none. (A loop does not count if "
+            "its results are not used: return them.) Write lanes='compact', or leave lanes='lockstep'."
+        )
+    nest = cut(loop.body)
+    if loop.bound == 0 or not nest.loops:  # within a step, no lane waits
         return run(loop, low, high, consts, carry, xs)
+    refuse_other_kinds(nest, loop.kind)
     carry = list(map(jaxi.vary_like, carry, loop.input_avals.carry))
-    start, treedef = jax.tree.flatten(Machine(loop, inner, low, high, consts, xs).start(carry))
+    ys = [jaxi.zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals.ys]
+    at = LoopState(*_rows_of(loop, low, high), jnp.int32(0), carry, ys, nowhere(nest))
+    leaves, treedef = jax.tree.flatten(at)
+    start = [goes_on(loop, at), *leaves]
     single = _as_one(loop, tuple(map(jax.typeof, start)), treedef)
     if single.bound is None and loop.kind.needs_bound:
         raise ValueError(
-            "lanes='free' makes one loop of two, and this kind needs a static bound on its steps, which are those of "
-            "both. Give `max_steps=` to both loops, or choose `Checkpointed()`, which needs none."
+            "lanes='free' makes one loop of several, and this kind needs a static bound on its steps, which are those "
+            "of all. Give `max_steps=` to each loop, or choose `Checkpointed()`, which needs none."
         )
     start = list(map(jaxi.vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
-    out = run(single, jnp.int32(0), end, [low, high, *consts, *xs], start, [])
-    last: NestedState = treedef.unflatten(out.carry)
+    out = run(single, jnp.int32(0), end, [*consts, *xs], start, [])
+    last: LoopState = treedef.unflatten(out.carry[1:])
     return Outcome(last.num_steps, last.carry, last.ys, [], [])

@@ -22,11 +22,12 @@ from jax import lax
 
 from loopax._src.core.batching.groups import active_first, run_function, take
 from loopax._src.core.ir.kind import Decided
-from loopax._src.core.ir.loop import asked_as
+from loopax._src.core.ir.loop import Loop, asked_as
 from loopax._src.core.ir.plan import Checkpoints
 from loopax._src.core.jaxpr.util import padded, split_list, stacked
 from loopax._src.core.lowering.rows import write
-from loopax._src.core.nested_lanes import LaneState, SplitProgram, at_most_once, split_at_loop
+from loopax._src.core.nest import Nest, cut_at_loop
+from loopax._src.core.nested_lanes import Inside, Program, at_most_once, goes_on, nowhere
 from loopax._src.jax_internals import ClosedJaxpr, keep_bits, on_device, where, zeros
 
 # A round takes the results of one lane in so many. With more lanes in a round fewer would be busy, with fewer lanes
@@ -42,13 +43,13 @@ class Lane(NamedTuple):
 
     item: Any  # its number, or NO_ITEM
     inputs: list[Any]
-    inside: LaneState
+    inside: Inside
 
 
 class Queue(NamedTuple):
     """Lanes and the program of an item: (*shared, *item) -> outputs."""
 
-    program: SplitProgram
+    program: Nest  # with one loop
     shared: Sequence[Any]
     item_avals: Sequence[Any]
     lanes: int
@@ -56,31 +57,38 @@ class Queue(NamedTuple):
 
     def empty(self) -> Lane:
         """Lanes without items."""
-        one = Lane(jnp.int32(NO_ITEM), list(map(zeros, self.item_avals)), self.program.start())
+        one = Lane(jnp.int32(NO_ITEM), list(map(zeros, self.item_avals)), nowhere(self.program))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.lanes, *x.shape)), one)
 
     def is_busy(self, lane: Lane) -> Any:
         """Whether a lane has steps to take."""
-        return (lane.item != NO_ITEM) & self.program.goes_on(lane.inside)
+        return (lane.item != NO_ITEM) & goes_on(self.loop, lane.inside.loops[0])
 
     def num_busy(self, state: Lane) -> Any:
         """How many of all lanes are."""
         return jnp.sum(jax.vmap(self.is_busy)(state), dtype=jnp.int32)
 
-    def begin(self, item: Any, inputs: list[Any], old: LaneState) -> Lane:
+    @property
+    def loop(self) -> Loop:
+        """The loop in the program."""
+        return self.program.loops[0].loop
+
+    def begin(self, item: Any, inputs: list[Any], old: Inside) -> Lane:
         """A lane with its next item."""
-        return Lane(item, inputs, self.program.begin(item != NO_ITEM, lambda: [*self.shared, *inputs], old))
+        return Lane(item, inputs, self._program(inputs, old).begin(item != NO_ITEM).at)
+
+    def _program(self, inputs: list[Any], at: Inside) -> Program:
+        return Program(self.program, lambda: [*self.shared, *inputs], at)
 
     def step(self, lane: Lane) -> Lane:
         """One step, if the lane has one to take."""
-        inside = self.program.step(self.is_busy(lane), lambda: [*self.shared, *lane.inputs], lane.inside)
-        return lane._replace(inside=inside)
+        return lane._replace(inside=self._program(lane.inputs, lane.inside).advance(self.is_busy(lane)).at)
 
     def outputs(self, lane: Lane) -> list[Any]:
         """The results of a lane, zeros where it has no item or is not done with it."""
-        done = (lane.item != NO_ITEM) & ~self.program.goes_on(lane.inside)
-        nothing = list(map(zeros, self.program.after.out_avals))
-        return at_most_once(done, lambda *_: self.program.end([*self.shared, *lane.inputs], lane.inside), nothing)
+        done = (lane.item != NO_ITEM) & ~goes_on(self.loop, lane.inside.loops[0])
+        nothing = list(map(zeros, self.program.blocks[-1].out_avals))
+        return at_most_once(done, lambda *_: self._program(lane.inputs, lane.inside).outputs(), nothing)
 
 
 def run_queue(
@@ -91,7 +99,7 @@ def run_queue(
     part = max(lanes // PART, 1)
     item_avals = [jax.typeof(x[0]) for x in items]
     otherwise = ", or use `jax.lax.map(f, xs, batch_size=...)`, which needs no loop."
-    split = split_at_loop(program, "lanes_map(f, ...): f must hold exactly one loop of loopax, and holds", otherwise)
+    split = cut_at_loop(program, "lanes_map(f, ...): f must hold exactly one loop of loopax, and holds", otherwise)
     queue = Queue(split, shared, item_avals, lanes, part)
     full, drained = -(-num_items // part), -(-lanes // part)
     numbers = jnp.arange((full + drained) * part, dtype=jnp.int32)
@@ -113,13 +121,13 @@ def run_queue(
             state = jax.vmap(queue.step)(treedef.unflatten(leaves))
             return [queue.num_busy(state) > leave, *jax.tree.leaves(state)]
 
-        loop = queue.program.loop  # whose bound is one for a round, too: after so many steps all lanes are done
+        loop = queue.loop  # whose bound is one for a round, too: after so many steps all lanes are done
         leaves = [queue.num_busy(state) > leave, *jax.tree.leaves(state)]
         stepped = run_function(step, leaves, bound=loop.bound, predicated=True, **asked_as(loop))
         return [*stepped.carry[1:], finished, *outputs]
 
     kind = Decided(Checkpoints(KEPT_ROUNDS, always_to_bound=True, reason="a queue of items"))
-    watch = split.loop.watch and split.loop.watch.of_part()
+    watch = queue.loop.watch and queue.loop.watch.of_part()
     out = run_function(one_round, start, rows, bound=rounds, kind=kind, watch=watch)
     finished, *outputs = (y.reshape(-1, *y.shape[2:]) for y in out.ys)
     order = jnp.argsort(jnp.where(finished == NO_ITEM, num_items, finished))[:num_items]
@@ -185,7 +193,7 @@ class ChunkResults(NamedTuple):
 def queue_for(program: ClosedJaxpr, shared: Any, item_avals: Any, lanes: int, places: int) -> Queue:
     """Lanes for a program (*shared, *item) -> outputs with one loop in it."""
     otherwise = ". Items without a loop need no lanes: `jax.vmap` takes as long for each."
-    split = split_at_loop(program, "lanes_stream(f, ...): f must hold exactly one loop of loopax, and holds", otherwise)
+    split = cut_at_loop(program, "lanes_stream(f, ...): f must hold exactly one loop of loopax, and holds", otherwise)
     return Queue(split, shared, item_avals, lanes, places)
 
 
@@ -215,13 +223,13 @@ def run_chunk(queue: Queue, state: Lane, rows: ItemRows, most: Any) -> tuple[Lan
             lambda at: (jax.vmap(queue.step)(at[0]), at[1] + 1),
             (state, jnp.int32(0)),
         )
-        useful = jnp.sum(after.inside.num_steps - state.inside.num_steps, dtype=jnp.int32)
+        useful = jnp.sum(after.inside.loops[0].num_steps - state.inside.loops[0].num_steps, dtype=jnp.int32)
         return after, found._replace(
             rows=row + 1, iterations=found.iterations + iterations, useful=found.useful + useful
         )
 
     places, zero = (rows.numbers.shape[0] + 1, queue.part), jnp.int32(0)
-    outputs = [zeros(stacked(stacked(aval, places[1]), places[0])) for aval in queue.program.after.out_avals]
+    outputs = [zeros(stacked(stacked(aval, places[1]), places[0])) for aval in queue.program.blocks[-1].out_avals]
     nothing = ChunkResults(jnp.full(places, NO_ITEM, jnp.int32), outputs, zero, zero, zero, zero)
     state, found = lax.while_loop(goes_on, one_round, (state, nothing))
     none = [zeros(stacked(aval, queue.part)) for aval in queue.item_avals]

@@ -59,7 +59,7 @@ def is_custom(eqn: Any) -> bool:
     return is_custom_vjp(eqn) or is_object or eqn.primitive.name == "custom_jvp_call"
 
 
-def _is_checkpoint(eqn: Any) -> bool:
+def is_checkpoint(eqn: Any) -> bool:
     return eqn.primitive.name == "remat2" or type(function_object(eqn)).__name__ == "RematTraced"
 
 
@@ -204,7 +204,7 @@ def inlinable(eqn: Any) -> ClosedJaxpr | None:
 
     A function with derivatives of its own is left out: its program has others.
     """
-    return called(eqn) if _is_plain_call(eqn) or _is_checkpoint(eqn) else None
+    return called(eqn) if _is_plain_call(eqn) or is_checkpoint(eqn) else None
 
 
 def bind_open_call(
@@ -228,7 +228,7 @@ def bind_open_call(
             axis_names=set(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]),
             check_vma=params["check_vma"],
         )(*operands)
-    program = called(eqn) if _is_checkpoint(eqn) else None
+    program = called(eqn) if is_checkpoint(eqn) else None
     if program is None:
         return None
     params = eqn.params if function_object(eqn) is None else function_object(eqn).params

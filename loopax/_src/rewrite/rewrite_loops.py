@@ -1,7 +1,7 @@
 """Run the `jax.lax` loops inside someone else's function on loopax."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from loopax._src import jax_internals as jaxi
 from loopax._src.branches import cond, switch
 from loopax._src.core.finite import Finite
-from loopax._src.core.ir.lanes import Free, Lanes, LanesLike
+from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep
 from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, split_list
 from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
@@ -35,6 +35,7 @@ class Exchange:
     scans: bool  # whether `lax.scan` is exchanged as well
     conds: bool  # and `lax.cond` and `lax.switch`
     finite: Finite | None  # what breaks a step, of all loops
+    is_free: bool  # whether one loop is made of each and those in it: its lanes are `Free()`
 
     def evaluate(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, of exactly its types."""
@@ -47,9 +48,17 @@ class Exchange:
         """Whether it holds a loop to exchange."""
         return any(self._exchanges(eqn) or self._concerns_inside(eqn) for eqn in jaxpr.eqns)
 
+    @property
+    def _inside(self) -> "Exchange":
+        """How to exchange loops in a loop that is exchanged: the outermost one says how lanes run in all."""
+        return replace(self, lanes=Lockstep()) if self.is_free else self
+
     def _exchanges(self, eqn: Any) -> bool:
-        is_choice = jaxi.is_cond(eqn) and not jaxi.chooses_platform(eqn)
-        return jaxi.is_while(eqn) or (self.scans and jaxi.is_scan(eqn)) or (self.conds and is_choice)
+        is_choice, is_scan = jaxi.is_cond(eqn) and not jaxi.chooses_platform(eqn), jaxi.is_scan(eqn)
+        if jaxi.is_while(eqn) or (self.scans and is_scan) or (self.conds and is_choice):
+            return True
+        # Free lanes would wait for each other in a loop or a branch that holds loops.
+        return self.is_free and (is_scan or is_choice) and self._concerns_inside(eqn)
 
     def _concerns_inside(self, eqn: Any) -> bool:
         return not jaxi.is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
@@ -59,17 +68,18 @@ class Exchange:
             index, *operands = operands
             functions = [lambda *xs, program=program: self.evaluate(program, xs) for program in jaxi.branches(eqn)]
             if len(functions) == 2:  # the first branch of a `lax.cond` is the one for False
-                return cond(index, *functions[::-1], *operands, lanes=self.lanes)
-            return switch(index, functions, *operands, lanes=self.lanes)
+                return cond(index, *functions[::-1], *operands, lanes=self._inside.lanes)
+            return switch(index, functions, *operands, lanes=self._inside.lanes)
         if self._exchanges(eqn) and (loop := jaxi.lax_loop(eqn)):
             kind = self.kind if isinstance(self.kind, Kind) else self.kind(eqn)
-            options = {"kind": kind, "lanes": self.lanes, "finite": self.finite}
+            lanes = self.lanes if self._concerns_inside(eqn) else self._inside.lanes
+            options = {"kind": kind, "lanes": lanes, "finite": self.finite}
             if loop.cond is not None:
                 return self._while(loop, operands, options | {"max_steps": self.max_steps})
             _, consts, init, xs = loop.groups(operands)
 
             def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                carry, y = split_list(self.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
+                carry, y = split_list(self._inside.evaluate(loop.body, [*consts, *carry, *x]), [loop.num_carry])
                 return carry, y
 
             carry, ys = scan(step, init, xs, loop.length, loop.reverse, loop.unroll, **options)
@@ -89,10 +99,10 @@ class Exchange:
         cond_consts, body_consts, init, _ = loop.groups(operands)
 
         def step(carry: Sequence[Any]) -> list[Any]:
-            return self.evaluate(loop.body, [*body_consts, *carry])
+            return self._inside.evaluate(loop.body, [*body_consts, *carry])
 
         def goes_on(carry: Sequence[Any]) -> Any:
-            return self.evaluate(loop.cond, [*cond_consts, *carry])[0]
+            return self._inside.evaluate(loop.cond, [*cond_consts, *carry])[0]
 
         counter = _counter(loop)
         if counter is not None:
@@ -183,7 +193,8 @@ def rewrite_loops(
         What gradients store, for all loops, as in `while_loop`. Or a function that returns the kind of each loop: it
         gets a `LoopExplanation` with the loop's name, source line and arrays.
     lanes
-        How batches run, for all loops, as in `while_loop`. `Free()` is not allowed.
+        How batches run, for all loops, as in `while_loop`. With `Free()`, one loop is made of each outermost loop and
+        those in it; a `jax.lax.scan`, `cond` or `switch` that holds a loop is then replaced as well.
     max_steps
         A static bound on the steps of every loop whose length is not static. A loop that would take more steps raises
         at run time. None: no bound.
@@ -212,7 +223,7 @@ def rewrite_loops(
         - `max_steps`, `scans` or `conds` is traced.
         - In the call of `rewritten`: JAX cannot trace `fn`.
     ValueError
-        - `kind` or `lanes` is unknown, or `lanes` is `Free()`.
+        - `kind` or `lanes` is unknown.
         - `max_steps` is negative.
         - In the call of `rewritten`: the kind needs a bound, and there is no `max_steps`.
     equinox.EquinoxRuntimeError
@@ -237,16 +248,11 @@ def rewrite_loops(
     is_chosen = callable(kind)
     kind_or_auto = "auto" if is_chosen else kind
     options = arguments.options("rewrite_loops", kind_or_auto, lanes, max_steps=max_steps, finite=finite)
-    if isinstance(options.lanes, Free):
-        raise ValueError(
-            "rewrite_loops(lanes='free'): free lanes are for a loop whose body holds one inner loop, and this would be "
-            "asked of every loop in the function. Choose 'lockstep' or 'compact', or write the loop that is meant "
-            "with `loopax.while_loop(..., lanes='free')`."
-        )
     scans = static_bool("rewrite_loops(scans=...)", scans, _SCANS)
     conds = static_bool("rewrite_loops(conds=...)", conds, _CONDS)
     chosen = partial(_kind_of, kind) if is_chosen else options.kind
-    exchange = Exchange(chosen, options.lanes, options.max_steps, scans, conds, options.finite)
+    is_free = isinstance(options.lanes, Free)
+    exchange = Exchange(chosen, options.lanes, options.max_steps, scans, conds, options.finite, is_free)
 
     @jaxi.api_boundary
     @wraps(fn)

@@ -152,26 +152,131 @@ def test_a_lane_leaves_no_domain_while_it_waits():
     assert_close(gradients, alone(jax.value_and_grad(f), starts))
 
 
-def inner_of(times):
-    def body(x):
-        for _ in range(times):
-            x = lx.fori_loop(0, 3, lambda _, x: x + 1.0, x)
-        return x
+# Nests: several loops, in each other, in branches and in a `jit`.
 
-    return body
+
+def nest(kind, lanes):
+    """A program of (w, x, n), in which each lane takes other numbers of steps at each level."""
+
+    def innermost(x, w, length):
+        body = lambda c: (jnp.sin(w * c[0]) + 0.1, c[1] + 1)
+        return lx.while_loop(lambda c: c[1] < length, body, (x, 0), max_steps=4)[0]
+
+    def middle(x, w, length):
+        def body(j, x):
+            x = jax.jit(innermost)(x, w, (3 * j + length) % 4)
+            shrunk = lambda x: lx.fori_loop(0, (length + j) % 3, lambda _, x: 0.9 * x, x, max_steps=2)
+            return lx.cond(x.sum() > 1.0, shrunk, lambda x: x + 0.2, x)
+
+        return lx.fori_loop(0, length, body, x, max_steps=4)
+
+    def f(w, x, n):
+        def step(x, row):
+            x = middle(jnp.cos(x), w, (n + row[0]) % 5)
+            y, rows = lx.scan(lambda y, r: (y * 0.9 + r, y), x, row[1] * jnp.arange(3.0), length=n % 4)
+            z = lx.switch(n % 3, [lambda x: x, lambda x: innermost(x, w, n % 2), lambda x: x * w], y)
+            return z + rows.sum(0), (x, y)
+
+        rows = jnp.arange(5), jnp.linspace(0.1, 0.5, 5)
+        x, (a, b) = lx.scan(step, x, rows, length=n, kind=kind, lanes=lanes)
+        return x.sum() + (a * b).sum()
+
+    return f
+
+
+NUMBERS = np.array([3, 0, 5, 1, 4, 2])
+
+
+@pytest.mark.parametrize("kind", ["auto", lx.Checkpointed(4)])
+def test_nests(kind):
+    f, alone_f = nest(kind, "free"), nest("auto", "lockstep")
+    wanted = alone(jax.value_and_grad(alone_f, (0, 1)), W, X, NUMBERS)
+    dots = np.ones_like(W), np.ones_like(X)
+
+    def total(w, x):
+        values = jax.vmap(f)(w, x, NUMBERS)
+        return values.sum(), values
+
+    @jax.jit
+    def found(w, x):
+        (_, values), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(w, x)
+        _, tangents = jax.jvp(lambda w, x: jax.vmap(f)(w, x, NUMBERS), (w, x), dots)
+        return (values, gradients), jax.vmap(jax.value_and_grad(f, (0, 1)))(w, x, NUMBERS), tangents
+
+    of_batch, each, tangents = found(W, X)
+    assert_close(of_batch, wanted)
+    assert_close(each, wanted)
+    assert_close(tangents, wanted[1][0] + wanted[1][1].sum(-1))
+
+
+@pytest.mark.slow
+def test_second_derivatives_of_a_nest():
+    f, alone_f = nest("auto", "free"), nest("auto", "lockstep")
+    of_one = lambda f: lambda w, n: jax.hessian(f)(w, np.full(2, 0.3), n)
+    assert_close(jax.jit(jax.vmap(of_one(f)))(W, NUMBERS), alone(of_one(alone_f), W, NUMBERS))
+
+
+def test_a_nest_takes_as_many_steps_as_the_lane_with_the_most():
+    """Of the innermost loop; an outer step without one counts as one."""
+    lengths = np.random.RandomState(0).randint(0, 5, (8, 3, 4))
+
+    def f(x, lengths):
+        def innermost(x, length):
+            body = lambda _, x: jnp.sin(x) + COUNTER(x)
+            return lx.fori_loop(0, length, body, x), None
+
+        middle = lambda x, lengths: (lx.scan(innermost, x, lengths, length=lengths[0])[0], None)
+        return lx.scan(middle, x, lengths, lanes="free")[0]
+
+    batch, starts = jax.jit(jax.vmap(f)), np.linspace(0.1, 0.9, 8)
+    iterations, _ = COUNTER.of(batch, starts, lengths)
+    steps = [[lane[i, : lane[i, 0]] for i in range(3)] for lane in lengths]
+    least = max(sum(int(inner.sum()) for inner in lane) for lane in steps)
+    most = max(sum(max(1, int(np.maximum(inner, 1).sum())) for inner in lane) for lane in steps)
+    assert least <= iterations <= most
+
+
+def test_a_finished_lane_of_a_nest_says_nothing():
+    """What it would print, and errors that it would raise."""
+    said = []
+
+    def f(n):
+        def body(i, x):
+            jax.debug.callback(lambda i, n: said.append((int(n), int(i))), i, n)
+            x = eqx.error_if(x, i >= n, "a step after the end")
+            return lx.fori_loop(0, i % 3, lambda _, x: x + 1.0, x)
+
+        return lx.fori_loop(0, n, body, 0.0, lanes="free")
+
+    jax.block_until_ready(jax.jit(jax.vmap(f))(np.array([2, 0, 4])))
+    jax.effects_barrier()
+    assert sorted(said) == [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)]
+
+
+def inner(x, **options):
+    return lx.while_loop(lambda x: x < 2.0, lambda x: x + 1.0, x, **options)
 
 
 @pytest.mark.parametrize(
     ("body", "options", "message"),
     [
-        (inner_of(2), {}, r"body holds 2\. .*The form it needs"),
-        (lambda x: jax.lax.cond(x > 1.0, inner_of(1), lambda x: x + 1.0, x), {}, r"outside of `cond`"),
-        # A kind that stores every step needs bounds of both.
+        (lambda x: x + 1.0, {}, r"this body holds none\. .*Write lanes='compact'"),
         (
-            lambda x: lx.while_loop(lambda y: y < 2.0, lambda y: y + 1.0, x),
-            {"max_steps": 3, "kind": "bounded"},
-            "Give `max_steps=` to both loops",
+            lambda x: jax.lax.cond(x > 1.0, inner, lambda x: x + 1.0, x),
+            {},
+            r"the while_loop at .*test_nested_lanes.py:\d+ stands in a `cond`, .*rewrite_loops",
         ),
+        (jax.checkpoint(inner), {}, r"test_nested_lanes.py:\d+ stands in a `jax.checkpoint`"),
+        (lambda x: jax.lax.scan(lambda x, _: (inner(x), None), x, None, 2)[0], {}, r"stands in a `scan`"),
+        # A kind that stores every step needs bounds of all.
+        (inner, {"max_steps": 3, "kind": "bounded"}, "Give `max_steps=` to each loop"),
+        (
+            lambda x: inner(x, kind=lx.Lax()),
+            {},
+            r"the while_loop at .*test_nested_lanes.py:\d+ has kind=Lax\(\), and stands in a loop",
+        ),
+        (lambda x: inner(x, kind=lx.Checkpointed(3)), {"kind": lx.Checkpointed(4)}, "or give both loops the same"),
+        (lambda x: inner(x, lanes="compact"), {}, r"has lanes=Compact\("),
     ],
 )
 def test_other_forms_are_refused(body, options, message):

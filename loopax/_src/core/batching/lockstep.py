@@ -360,7 +360,11 @@ def _lanes_loop(
         inputs = LoopInputs(consts, carry, xs)
         if may_discard:
             inputs = map_leaves(lambda x, own: x if own else fill_axis(axis, x, None), inputs, mapped)
-        out = step_lanes(loop.body, axis, has_lanes, when, may_idle, active, row, inputs)
+        if loop.idles:  # lanes that are done need neither a mask nor operands of others
+            of_lanes = jax.vmap(jaxpr_as_fun(loop.body), (None, *axes_of(flatten(mapped))), 0, **axis.arguments)
+            out = of_lanes(row, *flatten(inputs))
+        else:
+            out = step_lanes(loop.body, axis, has_lanes, when, may_idle, active, row, inputs)
         if not num_extra:
             return out
         # A lane that starts later is not active, and goes on: what is ahead of it decides, not its activity.

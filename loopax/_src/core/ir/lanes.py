@@ -116,27 +116,36 @@ class Compact(Lanes):
 class Free(Lanes):
     """Let lanes of nested loops continue without waiting for each other between outer steps.
 
-    In lockstep, each outer step waits for the lane with the most inner steps. With `Free()`, a lane that has finished
-    its inner loop goes on with its next outer step while other lanes are still in their inner loops. The batch takes at
-    most as many iterations as the largest sum of a lane's inner steps; an outer step without inner steps counts as one.
+    In lockstep, each outer step waits for the lane with the most inner steps. With `Free()` on the outermost loop, a
+    lane that has finished an inner loop goes on, to its next outer step too, while other lanes are still in that loop.
+    The batch takes at most as many iterations as the largest sum of a lane's steps of the innermost loops; an outer
+    step counts as one for each loop in it without steps.
 
-    Requirements: the body of the outer loop holds exactly one call of a loop of loopax. The inner loop is not batched
-    itself, and is outside of `cond`, `scan`, `jax.checkpoint` and other loops.
+    The body may hold any number of loops of loopax: one after another, in each other, in `loopax.cond` and
+    `loopax.switch`, and in `jax.jit`. An inner loop whose length is the same for all lanes stays as it is.
 
     Raises
     ------
     ValueError
-        Raised by the loop: the body holds no inner loop, or several. Or the kind stores every step, and one of the
-        loops has no static bound.
+        Raised by the loop:
+
+        - The body holds no loop.
+        - An inner loop stands in `jax.lax.cond`, `jax.lax.scan`, `jax.lax.while_loop` or `jax.checkpoint`.
+        - An inner loop has another `kind` than the outermost loop, and not "auto". Or it has `lanes`.
+        - The kind stores every step, and one of the loops has no static bound.
+    NotImplementedError
+        Raised by the loop: an inner loop has `derivative=`, `progress=` or the kind `Reversible`.
 
     Notes
     -----
-    Cost: the code before and after the inner loop runs for all lanes whenever any lane needs it. In a large batch, this
-    code runs in nearly every iteration; in lockstep, it runs once per outer step. Free lanes are slower if this code
-    costs more than the saved inner steps. `lane_report` counts how often this code runs. Free lanes are also slower for
-    a loop that is not batched.
+    Cost: the code between the loops runs for all lanes whenever any lane needs it. In a large batch, this code runs in
+    nearly every iteration; in lockstep, it runs once per outer step. Free lanes are slower if this code costs more than
+    the saved inner steps. `lane_report` counts how often this code runs. Free lanes are also slower for a loop that is
+    not batched.
 
-    Rows of `xs` of both loops are gathered for each lane, and rows of `ys` are written into each lane's own array. The
+    Gradients: one loop is made of all, and `kind` of the outermost one says what is stored of its steps.
+
+    Rows of `xs` of all loops are gathered for each lane, and rows of `ys` are written into each lane's own array. The
     time of both grows with the number of rows.
 
     """

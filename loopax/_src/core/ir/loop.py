@@ -106,6 +106,7 @@ class Loop(NamedTuple):
     debug_info: DebugInfo | None = None  # what a user called; None: the loop is our own
     inverse: ClosedJaxpr | None = None  # (row, *consts, *carry after a step, *x) -> carry before it (`core/ir/kind.py`)
     may_discard: bool = False  # the one step of a loop is computed in any case, and dropped if it is not taken
+    idles: bool = False  # a step whose predicate is False evaluates nothing, and returns the carry as it came
     stop: int | None = None  # where the three leaves of its `stop` begin in the carry; None: no step breaks
     watch: Any = None  # (results, whether it broke, step) -> results or an error: who looks at cotangents; None: nobody
 
