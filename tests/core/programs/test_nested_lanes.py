@@ -236,6 +236,20 @@ def test_a_nest_takes_as_many_steps_as_the_lane_with_the_most():
     assert least <= iterations <= most
 
 
+def test_a_loop_without_steps_takes_one_of_the_single_loop():
+    """Which then goes on to the next loop. The others take all steps that their bounds allow."""
+
+    def f(x, n):
+        def step(x, _):
+            x = lx.while_loop(lambda x: x > 99.0, lambda x: x, x, max_steps=0)
+            often = lambda _, x: lx.fori_loop(0, n, lambda _, x: x + 1.0, x, max_steps=2)
+            return lx.fori_loop(0, n, often, x, max_steps=2), None
+
+        return lx.scan(step, x, None, 3, lanes="free")[0]
+
+    assert_close(jax.jit(jax.vmap(f))(np.array([0.5, 0.7]), np.array([2, 1])), np.array([12.5, 3.7]))
+
+
 def test_a_finished_lane_of_a_nest_says_nothing():
     """What it would print, and errors that it would raise."""
     said = []
