@@ -185,12 +185,18 @@ def _refuse_around_loops(block: ClosedJaxpr) -> None:
         inside = (inner for program in jaxi.inner_jaxprs(eqn) for inner in equations_in(program))
         found = None if jaxi.is_custom(eqn) else next(filter(_is_apart, inside), None)
         if found is not None:
-            name = "jax.checkpoint" if jaxi.is_checkpoint(eqn) else eqn.primitive.name
+            name, otherwise = (
+                f"`{eqn.primitive.name}`",
+                (
+                    "Call `cond`, `scan` and `while_loop` of loopax in place of those of `jax.lax`: they take the same "
+                    "arguments, and `loopax.rewrite_loops(..., lanes='free')` puts them in their place"
+                ),
+            )
+            if jaxi.is_checkpoint(eqn):
+                name, otherwise = "`jax.checkpoint`", "Leave that out: `kind` of the outer loop says what is stored"
             raise ValueError(
-                f"lanes='free': the {_where(Loop(**found.params), found)} stands in a `{name}`, where its steps cannot "
-                "be taken one by one. Call it outside of `cond`, `scan` and `while_loop` of `jax.lax`, and of "
-                "`jax.checkpoint`: those of loopax have the same arguments, and `loopax.rewrite_loops(..., "
-                "lanes='free')` puts them in their place. Or leave lanes='lockstep'."
+                f"lanes='free': the {_where(Loop(**found.params), found)} stands in a {name}, where its steps cannot "
+                f"be taken one by one. {otherwise}. Or leave lanes='lockstep'."
             )
 
 

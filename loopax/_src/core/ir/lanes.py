@@ -134,7 +134,8 @@ class Free(Lanes):
         - An inner loop has another `kind` than the outermost loop, and not "auto". Or it has `lanes`.
         - The kind stores every step, and one of the loops has no static bound.
     NotImplementedError
-        Raised by the loop: an inner loop has `derivative=`, `progress=` or the kind `Reversible`.
+        Raised by the loop: it has `derivative=` or the kind `Reversible`; or an inner loop has one of them, or
+        `progress=`.
 
     Notes
     -----
