@@ -1,7 +1,7 @@
 """The primitives of loopax and their rules. Importing this package registers the rules with JAX (`rules.py`).
 
 May import: core/autodiff, core/batching, core/buffer_versions, core/ir, core/jaxpr, core/lane_effects, core/lowering,
-core/nest, core/nested_lanes, core/own_arrays, core/queue, jax_internals.
+core/nested_lanes, core/own_arrays, core/queue, jax_internals.
 """
 
 from loopax._src.core import rules

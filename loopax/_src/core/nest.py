@@ -186,7 +186,7 @@ def _refuse_around_loops(block: ClosedJaxpr) -> None:
         found = None if jaxi.is_custom(eqn) else next(filter(_is_apart, inside), None)
         if found is not None:
             name, otherwise = (
-                f"`{eqn.primitive.name}`",
+                f"`{eqn.primitive}`",
                 (
                     "Call `cond`, `scan` and `while_loop` of loopax in place of those of `jax.lax`: they take the same "
                     "arguments, and `loopax.rewrite_loops(..., lanes='free')` puts them in their place"
