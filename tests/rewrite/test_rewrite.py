@@ -403,6 +403,18 @@ def in_lax(x: Any, n: Any) -> Any:
     return lax.while_loop(lambda c: c[1] < n, lambda c: (lax.scan(step, c[0], jnp.arange(3))[0], c[1] + 1), (x, 0))[0]
 
 
+def test_free_lanes_of_a_loop_with_one_in_it_that_nobody_uses() -> None:
+    def f(x: Any, n: Any) -> Any:
+        def step(x: Any, k: Any) -> tuple[Any, Any]:
+            lax.while_loop(lambda y: y < k, lambda y: y + 1.0, x)
+            return jnp.sin(x), None
+
+        return lax.scan(step, x, jnp.arange(3.0) * n)[0]
+
+    starts, numbers = jnp.linspace(0.1, 0.9, 3), jnp.arange(3.0)
+    assert_close(jax.vmap(lx.rewrite_loops(f, lanes="free"))(starts, numbers), jax.vmap(f)(starts, numbers))
+
+
 def test_free_lanes_make_one_loop_of_those_of_lax() -> None:
     """The outer scan and the branch are exchanged, too, and the scan without a loop in it is not."""
     starts, lengths = jnp.linspace(0.1, 0.9, 12).reshape(4, 3), jnp.array([3, 0, 1, 5])

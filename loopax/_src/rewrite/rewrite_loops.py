@@ -17,7 +17,7 @@ from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.explain import LoopExplanation, explanation_of
-from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs, jaxpr_as_fun, map_programs
+from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, inner_jaxprs, jaxpr_as_fun, map_programs
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.loops import fori_loop, scan, while_loop
 from loopax._src.pytrees.static import Why, static_bool
@@ -63,6 +63,11 @@ class Exchange:
     def _concerns_inside(self, eqn: Any) -> bool:
         return not jaxi.is_kernel(eqn) and any(map(self._concerns, inner_jaxprs(eqn)))
 
+    def _concerns_used(self, eqn: Any) -> bool:
+        """Whether it holds a loop to exchange whose results are used: `Free` lanes are for such a loop alone."""
+        used = (dce(program, [True] * len(program.out_avals), True)[0] for program in inner_jaxprs(eqn))
+        return any(map(self._concerns, used))
+
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         if self._exchanges(eqn) and jaxi.is_cond(eqn):
             index, *operands = operands
@@ -72,7 +77,7 @@ class Exchange:
             return switch(index, functions, *operands, lanes=self._inside.lanes)
         if self._exchanges(eqn) and (loop := jaxi.lax_loop(eqn)):
             kind = self.kind if isinstance(self.kind, Kind) else self.kind(eqn)
-            lanes = self.lanes if self._concerns_inside(eqn) else self._inside.lanes
+            lanes = self.lanes if self._concerns_used(eqn) else self._inside.lanes
             options = {"kind": kind, "lanes": lanes, "finite": self.finite}
             if loop.cond is not None:
                 return self._while(loop, operands, options | {"max_steps": self.max_steps})
