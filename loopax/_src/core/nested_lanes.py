@@ -162,7 +162,7 @@ def _with(values: list[Any], place: int, value: Any) -> list[Any]:
 
 def _rows_of(loop: Loop, low: Any, high: Any) -> tuple[Any, Any]:
     """The first row, and the first that is not walked."""
-    return (high - 1, low - 1) if loop.reverse else (low, high)
+    return RowLoop(loop.reverse).first(low, high), low - 1 if loop.reverse else high
 
 
 def _program_of_step(inner: Inner, at: LoopState, operands: Callable[[], list[Any]]) -> Program:
@@ -321,8 +321,8 @@ def run_free(
         return run(loop, low, high, consts, carry, xs)
     refuse_other_kinds(nest, loop.kind)
     carry = list(map(jaxi.vary_like, carry, loop.input_avals.carry))
-    ys = [jaxi.zeros(stacked(aval, loop.bound or 0)) for aval in loop.output_avals.ys]
-    at = LoopState(*_rows_of(loop, low, high), jnp.int32(0), carry, ys, nowhere(nest))
+    row, end = _rows_of(loop, low, high)
+    at = _unbegun(Inner(loop, "", nest))._replace(row=row, end=end, carry=carry)
     leaves, treedef = jax.tree.flatten(at)
     start = [goes_on(loop, at), *leaves]
     single = _as_one(loop, tuple(map(jax.typeof, start)), treedef)
