@@ -10,8 +10,13 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.lanes import Lockstep
 from loopax._src.core.ir.loop import Loop, loop_p
+from loopax._src.core.jaxpr.cost import evaluation, is_function
 from loopax._src.core.jaxpr.util import bind_again, evaluate, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, equations_in
+
+
+SOME_LANES = 64  # for which blocks are compared
+SOME_STEPS = 4
 
 
 class Nest(NamedTuple):
@@ -41,11 +46,12 @@ class Inner(NamedTuple):
 
 
 @weakly_cached
-def cut(program: ClosedJaxpr) -> Nest:
+def cut(program: ClosedJaxpr, is_outermost: bool = True) -> Nest:
     """Cut a program, and the bodies of loops in it, wherever lanes may take different numbers of steps."""
-    nest = _cut(program, _is_apart, lambda loop: cut(loop.body) if _holds(_is_apart, loop.body) else None)
+    is_apart = _asks_apart(program, is_outermost)
+    nest = _cut(program, is_apart, lambda loop: cut(loop.body, False) if _holds_apart(loop.body) else None)
     for block in nest.blocks:
-        _refuse_around_loops(block)
+        _refuse_around_loops(block, is_apart)
     return nest
 
 
@@ -67,26 +73,48 @@ def cut_at_loop(program: ClosedJaxpr, holds: str, otherwise: str) -> Nest:
 
 def holds_loop(program: ClosedJaxpr) -> bool:
     """Whether a loop of loopax stands in a program."""
-    return _holds(_is_loop, program)
-
-
-def _holds(is_one: Callable[[Any], bool], program: ClosedJaxpr) -> bool:
-    return any(map(is_one, equations_in(program)))
+    return any(map(_is_loop, equations_in(program)))
 
 
 def _is_loop(eqn: Any) -> bool:
     return eqn.primitive is loop_p
 
 
-def _is_apart(eqn: Any) -> bool:
-    """Whether an equation is a loop of which lanes may take different numbers of steps, or one with such a loop in it.
+def _may_differ(loop: Loop) -> bool:
+    """Whether lanes may take different numbers of its steps. A branch is a loop of one step or none (`branches.py`)."""
+    return not (loop.is_fixed or loop.bound == 1)
 
-    A branch is a loop of one step or none (`branches.py`). It stays whole if no loop stands in it.
+
+def _asks_apart(program: ClosedJaxpr, is_outermost: bool = False) -> Callable[[Any], bool]:
+    """Make a function of equations: whether one is a loop whose steps lanes take apart, or has such a loop in it.
+
+    A loop stays whole if some steps of it take less than what stands around it in the body of an inner loop: lanes that
+    come to it together wait there for less time than the single loop would take for more steps of its own.
     """
-    if not _is_loop(eqn):
-        return False
-    loop = Loop(**eqn.params)
-    return not (loop.is_fixed or loop.bound == 1) or _holds(_is_apart, loop.body)
+    around = 0.0 if is_outermost else block_cost(_without_loops(program))
+
+    def is_apart(eqn: Any) -> bool:
+        if not _is_loop(eqn):
+            return False
+        loop = Loop(**eqn.params)
+        return (_may_differ(loop) and SOME_STEPS * block_cost(loop.body) > around) or _holds_apart(loop.body)
+
+    return is_apart
+
+
+@weakly_cached
+def _holds_apart(body: ClosedJaxpr) -> bool:
+    return any(map(_asks_apart(body), equations_in(body)))
+
+
+def _without_loops(program: ClosedJaxpr) -> ClosedJaxpr:
+    left = [eqn for eqn in program.eqns if not (_is_loop(eqn) and _may_differ(Loop(**eqn.params)))]
+    return jaxi.replace_jaxpr(program, outvars=[], eqns=left)
+
+
+def block_cost(block: ClosedJaxpr) -> float:
+    """What a block takes for some lanes, in nanoseconds."""
+    return evaluation(block, SOME_LANES, is_function(block, SOME_LANES))
 
 
 def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
@@ -179,11 +207,11 @@ def _refuse(inner: Inner) -> None:
         )
 
 
-def _refuse_around_loops(block: ClosedJaxpr) -> None:
+def _refuse_around_loops(block: ClosedJaxpr, is_apart: Callable[[Any], bool]) -> None:
     """Raise where lanes would wait for each other inside of what is no loop of loopax."""
     for eqn in block.eqns:
         inside = (inner for program in jaxi.inner_jaxprs(eqn) for inner in equations_in(program))
-        found = None if jaxi.is_custom(eqn) else next(filter(_is_apart, inside), None)
+        found = None if jaxi.is_custom(eqn) else next(filter(is_apart, inside), None)
         if found is not None:
             name, otherwise = (
                 f"`{eqn.primitive}`",

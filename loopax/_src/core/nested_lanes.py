@@ -3,18 +3,20 @@
 In lockstep, a batch of nested loops waits at every outer step for the lane with the most inner steps. Here, one step of
 a single loop goes through the nest once, and a lane does what it has come to there::
 
-    what stands before the first inner loop    if the lane is to begin a step of the outer loop
     a step of the first inner loop             if the lane is in that loop
     what stands between it and the next one    if it has ended
     ...
     what stands behind the last inner loop     if that has ended: the step of the outer loop is done
+    what stands before the first inner loop    if the lane is to begin a step of the outer loop
 
 A step of an inner loop is its body, or, if loops stand in that, this again. What stands between loops is a loop of at
 most one step: in a batch it runs if any lane needs it, and the other lanes are filled. So this is an ordinary loop to
-every transformation. (Dance et al. 2025, docs/references.md.)
+every transformation. (Dance et al. 2025, docs/references.md.) Lanes may wait at such a block for others
+(`core/waiting.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +27,12 @@ from loopax._src.core.batching.groups import run_function
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import NO_STOP, NOT_STARTED, Loop, Outcome, asked_as, run
 from loopax._src.core.ir.plan import EveryResidual
+from loopax._src.core.jaxpr.cost import overhead
 from loopax._src.core.jaxpr.types import trace_carrying
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, weakly_cached
 from loopax._src.core.lowering.rows import RowLoop, read, write
-from loopax._src.core.nest import TAKES_NO_INVERSE, Inner, Nest, cut, holds_loop, refuse_other_kinds
+from loopax._src.core.nest import TAKES_NO_INVERSE, Inner, Nest, block_cost, cut, holds_loop, refuse_other_kinds
+from loopax._src.core.waiting import blocks_to_run
 from loopax._src.jax_internals import jaxpr_as_fun
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
@@ -93,6 +97,7 @@ class Program(NamedTuple):
     nest: Nest
     inputs: Callable[[], list[Any]]  # for a lane, where they are needed
     at: Inside
+    runs: Callable[..., Any] = lambda *_: True  # whether a block runs in this step of the single loop, by its number
 
     def begin(self, needed: Any) -> "Program":
         """What stands before the first loop, where it is needed."""
@@ -105,9 +110,9 @@ class Program(NamedTuple):
             if ended is not None:
                 now = now._enter(place, ended)
             is_in = here & (now.at.begun == place + 1)
-            stepped = _advance(inner, now.at.loops[place], now._operands(place), is_in)
+            stepped = _advance(inner, now.at.loops[place], now._operands(place), is_in, partial(self.runs, place))
             now = now._with_loop(place, stepped)
-            ended = is_in & ~goes_on(inner.loop, stepped)
+            ended = is_in & ~goes_on(inner.loop, stepped) & self.runs(place + 1)
         return now
 
     def begin_inside(self, here: Any) -> "Program":
@@ -115,7 +120,8 @@ class Program(NamedTuple):
         now = self
         for place, inner in enumerate(self.nest.loops):
             is_in = here & (now.at.begun == place + 1)
-            now = now._with_loop(place, _begin(inner, now.at.loops[place], now._operands(place), is_in))
+            begun = _begin(inner, now.at.loops[place], now._operands(place), is_in, partial(self.runs, place))
+            now = now._with_loop(place, begun)
         return now
 
     @property
@@ -165,11 +171,13 @@ def _rows_of(loop: Loop, low: Any, high: Any) -> tuple[Any, Any]:
     return RowLoop(loop.reverse).first(low, high), low - 1 if loop.reverse else high
 
 
-def _program_of_step(inner: Inner, at: LoopState, operands: Callable[[], list[Any]]) -> Program:
+def _program_of_step(
+    inner: Inner, at: LoopState, operands: Callable[[], list[Any]], runs: Callable[..., Any]
+) -> Program:
     """The step that a lane is in."""
     assert inner.body is not None
     assert at.inside is not None
-    return Program(inner.body, lambda: _inputs(inner.loop, at, operands, at.carry), at.inside)
+    return Program(inner.body, lambda: _inputs(inner.loop, at, operands, at.carry), at.inside, runs)
 
 
 def _inputs(loop: Loop, at: LoopState, operands: Callable[[], list[Any]], carry: Sequence[Any]) -> list[Any]:
@@ -178,27 +186,31 @@ def _inputs(loop: Loop, at: LoopState, operands: Callable[[], list[Any]], carry:
     return [at.row, *consts, *carry, *(read(x, at.row) for x in xs)]
 
 
-def _advance(inner: Inner, at: LoopState, operands: Callable[[], list[Any]], here: Any) -> LoopState:
+def _advance(
+    inner: Inner, at: LoopState, operands: Callable[[], list[Any]], here: Any, runs: Callable[..., Any]
+) -> LoopState:
     """A step of a loop, or of one in it, for lanes that are here."""
     loop = inner.loop
     if loop.bound == 0:
         return at
     if inner.body is None:
-        needed = here & goes_on(loop, at)
+        needed = here & goes_on(loop, at) & runs(0)
         step = lambda *values: jaxpr_as_fun(loop.body)(*_inputs(loop, at, operands, values[: loop.num_carry]))  # noqa: E731
         return _after_step(loop, at, needed, needed & (at.num_steps < MOST_STEPS), step)
-    program = _program_of_step(inner, at, operands).advance(here)
-    ended = here & program.has_ended
+    program = _program_of_step(inner, at, operands, runs).advance(here)
+    ended = here & program.has_ended & runs(0)
     after = _after_step(loop, at, ended, ended, lambda *_: program.outputs())
     return after._replace(inside=program.at._replace(begun=jnp.where(ended, 0, program.at.begun)))
 
 
-def _begin(inner: Inner, at: LoopState, operands: Callable[[], list[Any]], here: Any) -> LoopState:
+def _begin(
+    inner: Inner, at: LoopState, operands: Callable[[], list[Any]], here: Any, runs: Callable[..., Any]
+) -> LoopState:
     """What stands before the loops in a step, for lanes that are here and take one."""
     if inner.loop.bound == 0 or inner.body is None or at.inside is None:
         return at
-    next_one = here & goes_on(inner.loop, at) & (at.inside.begun == 0)
-    program = _program_of_step(inner, at, operands).begin(next_one).begin_inside(here)
+    next_one = here & goes_on(inner.loop, at) & (at.inside.begun == 0) & runs(0)
+    program = _program_of_step(inner, at, operands, runs).begin(next_one).begin_inside(here)
     return at._replace(inside=program.at)
 
 
@@ -260,6 +272,36 @@ def _after_step(loop: Loop, at: LoopState, needed: Any, counts: Any, step: Calla
     return at._replace(row=row, num_steps=at.num_steps + counted, carry=list(carry), ys=ys)
 
 
+# Blocks, by the numbers of the loops that they stand in, and their own: the blocks behind the last loop in a step, and
+# before the first one in the next, are one, since a lane that has come to the one comes to the other.
+
+
+def _blocks(inner: Inner, at: LoopState, here: Any, number: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any, float]]:
+    """The number of each block, whether a lane is at it, and what it costs."""
+    loop, _, nest = inner
+    if loop.bound == 0:
+        return
+    steps = here & goes_on(loop, at)
+    if nest is None or at.inside is None:
+        yield (*number, 0), steps, block_cost(loop.body)
+        return
+    begun, last = at.inside.begun, len(nest.loops)
+    for place, (inside, state) in enumerate(zip(nest.loops, at.inside.loops, strict=True), 1):
+        is_in = here & (begun == place)
+        yield from _blocks(inside, state, is_in, (*number, place - 1))
+        ended = is_in & ~goes_on(inside.loop, state)
+        if place < last:
+            yield (*number, place), ended, block_cost(nest.blocks[place])
+        else:
+            yield (*number, 0), ended | (steps & (begun == 0)), sum(map(block_cost, (nest.blocks[0], nest.blocks[-1])))
+
+
+def _num_blocks(inner: Inner) -> int:
+    if inner.loop.bound == 0 or inner.body is None:
+        return int(inner.loop.bound != 0)
+    return len(inner.body.loops) + sum(map(_num_blocks, inner.body.loops))
+
+
 # The single loop.
 
 
@@ -278,16 +320,21 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
     inner, (consts, _, rows) = Inner(loop, "", cut(loop.body)), loop.input_avals
     operands = [*consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
 
-    def step(_: Any, is_on: Any, *values: Any) -> list[Any]:
-        leaves, given = split_list(values, [len(state) - 1])
-        at = _begin(inner, treedef.unflatten(leaves), lambda: given, is_on)
-        at = _advance(inner, at, lambda: given, is_on)
-        return [goes_on(loop, at), *jax.tree.leaves(at)]
+    def step(_: Any, is_on: Any, lost: Any, *values: Any) -> list[Any]:
+        leaves, given = split_list(values, [len(state) - 2])
+        at = treedef.unflatten(leaves)
+        numbers, lanes_at, costs = zip(*_blocks(inner, at, is_on), strict=True)
+        which, lost = blocks_to_run(lanes_at, lost, [*costs, overhead(False, False)])
+        found = dict(zip(numbers, which, strict=True))
+        runs = lambda *number: found.get(number, found[(*number[:-1], 0)])  # noqa: E731 - the last block is the first
+        at = _begin(inner, _advance(inner, at, lambda: given, is_on, runs), lambda: given, is_on, runs)
+        return [goes_on(loop, at), lost, *jax.tree.leaves(at)]
 
     body = trace_carrying(step, INDEX, state, operands)
     # Before: [row, *state, *operands] -> After: [row, *operands, *state]
     row, *inputs = body.invars
     most = most_steps(inner)
+    most = most and most + 1  # what stands before the first step has one of its own
     return Loop(
         jaxi.replace_jaxpr(body, [row, *inputs[len(state) :], *inputs[: len(state)]], body.outvars),
         num_consts=len(operands),
@@ -324,7 +371,8 @@ def run_free(
     row, end = _rows_of(loop, low, high)
     at = _unbegun(Inner(loop, "", nest))._replace(row=row, end=end, carry=carry)
     leaves, treedef = jax.tree.flatten(at)
-    start = [goes_on(loop, at), *leaves]
+    lost = jnp.zeros(_num_blocks(Inner(loop, "", nest)), jnp.float32)
+    start = [goes_on(loop, at), lost, *leaves]
     single = _as_one(loop, tuple(map(jax.typeof, start)), treedef)
     if single.bound is None and loop.kind.needs_bound:
         raise ValueError(
@@ -334,5 +382,5 @@ def run_free(
     start = list(map(jaxi.vary_like, start, single.body.out_avals))
     end = jnp.int32(MOST_STEPS if single.bound is None else single.bound)
     out = run(single, jnp.int32(0), end, [*consts, *xs], start, [])
-    last: LoopState = treedef.unflatten(out.carry[1:])
+    last: LoopState = treedef.unflatten(out.carry[2:])
     return Outcome(last.num_steps, last.carry, last.ys, [], [])

@@ -9,6 +9,7 @@ from operator import and_, not_
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.autodiff.jvp import jvp_loop, refuse_effects, split_pairs, tangents_of_results, tangents_or_zeros
@@ -55,6 +56,7 @@ from loopax._src.core.jaxpr.util import (
     weakly_cached,
 )
 from loopax._src.core.masking import filled_always, filled_in_derivatives, without_derivative
+from loopax._src.core.waiting import without_waiting
 from loopax._src.jax_internals import ClosedJaxpr, ad, jaxpr_as_fun
 
 
@@ -91,7 +93,8 @@ class PartialEval(NamedTuple):
 @weakly_cached
 def partial_eval(loop: Loop, plan: Plan, unknown: LoopInputs) -> PartialEval:
     """Evaluate a loop partially: a known loop, and a linear part of what depends on unknown inputs."""
-    loop = loop._replace(kind=Decided(plan), lanes=of_parts(loop.lanes, loop.body, loop.num_consts))
+    lanes, body = of_parts(loop.lanes, loop.body, loop.num_consts), without_waiting(loop.body)
+    loop = loop._replace(body=body, kind=Decided(plan), lanes=lanes)
     if plan.stores_residuals and not loop.saving:
         parts = _keep_residuals(loop, plan, unknown)
         # A body that mixes lanes reads what other lanes have (a collective, say). Lanes that are done have written no
@@ -357,6 +360,8 @@ def run_known(
     unknown on the way goes in with its known start.
     """
     known = reject_each(parts.unknown, inputs)
+    if loop.idles and loop.bound is not None:  # no lane waits for others (`without_waiting`)
+        high = jnp.minimum(high, loop.bound)
     out = run(parts.known, low, high, *known)
     stops = parts.known.stops  # the same steps again, in each lane
     known = known._replace(carry=[out.carry[i] if i in stops else x for i, x in enumerate(known.carry)])

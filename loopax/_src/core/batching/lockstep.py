@@ -24,6 +24,7 @@ from loopax._src.core.jaxpr.accumulate import summing_in_place
 from loopax._src.core.jaxpr.dependence import is_arithmetic, is_elementwise, mixed_inputs
 from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals, uniform_body
 from loopax._src.core.jaxpr.util import (
+    MOST_STEPS,
     Mask,
     either,
     flatten,
@@ -443,6 +444,8 @@ def run_lanes(loop: Loop, axis: Axis, low: Any, high: Any, lanes: LaneOperands, 
     avals = tuple(tuple(jax.typeof(x) for x in group) for group in (leave, lanes.own, extra))
     batch = _lanes_loop(loop, axis, LoopInputs(*map(tuple, lanes.mapped)), lanes.has_limits, avals)
     carry = [begun[0] if i in loop.stops[:1] else x for i, x in enumerate(carry)]
+    if loop.idles:  # lanes may wait for each other: their predicates end the loop, and no number of steps does
+        high = jnp.full_like(high, MOST_STEPS)
     out = run(batch, low, high, [*leave, *lanes.own, *consts], [*extra, *carry], xs)
     extra, carry = split_list(out.carry, [len(extra)])
     for i, old, new in zip(loop.stops, stops, begun, strict=False):

@@ -1,0 +1,80 @@
+"""Which blocks of a program run, where each lane of a batch is at another one.
+
+A block takes about as long for one lane as for all. So lanes wait at a block for others to come to it, while the blocks
+run at which more lanes are. A block runs when the lanes at it have lost as much time as it takes: if lanes come to it
+at a steady rate, none waits better (it is the economic order quantity, without knowing the rate). If no block is due in
+this sense, the one with the most lanes runs. So a lane waits no longer than it takes for it to lose that time, alone.
+
+Lanes take their steps in other iterations than alone, but the same steps. A derivative walks the steps back, each lane
+at its own pace: there no lane waits, and each iteration runs all blocks (`without_waiting`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from loopax._src import jax_internals as jaxi
+from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
+from loopax._src.core.jaxpr.util import rewriting
+from loopax._src.jax_internals import Primitive, ad, map_programs
+
+blocks_to_run_p: Primitive = jaxi.new_primitive("blocks_to_run")
+
+
+def blocks_to_run(at: Sequence[Any], lost: Any, costs: Sequence[float]) -> tuple[list[Any], Any]:
+    """Whether each block runs for a lane, and what lanes at each have then lost.
+
+    `at`: for each block whether the lane is at it; `lost`: float32[blocks], zeros at first; `costs`: of each block,
+    and behind them that of an iteration without its blocks. A lane alone waits for nobody.
+    """
+    runs, lost = blocks_to_run_p.bind(jnp.stack(list(at)), lost, costs=tuple(costs), waits=True)
+    return [runs[i] for i in range(len(at))], lost
+
+
+def _blocks_to_run(at: Any, lost: Any, *, costs: tuple[float, ...], waits: bool) -> list[Any]:
+    """The meaning. `at`: bool[*lanes, blocks]; `lost`: float32[*lanes, blocks], the same for all lanes of a batch."""
+    if at.ndim == 1 or not waits:
+        return [jnp.ones_like(at), lost]
+    lanes, (*of_blocks, of_iteration) = tuple(range(at.ndim - 1)), costs
+    cost = np.asarray(of_blocks, np.float32)
+    waiting, lost_before = jnp.sum(at, lanes, dtype=jnp.float32), jnp.max(lost, lanes)
+    is_due = (lost_before >= cost) & (waiting > 0)
+    has_most = jnp.arange(len(cost), dtype=jnp.int32) == jnp.argmax(waiting).astype(jnp.int32)
+    runs = is_due | has_most
+    taken = jnp.float32(of_iteration) + jnp.sum(jnp.where(runs, cost, 0))
+    share = waiting / jnp.maximum(jnp.sum(waiting), 1)
+    lost_now = jnp.where(runs, 0, lost_before + share * taken)
+    return [jnp.broadcast_to(runs, at.shape), jnp.broadcast_to(lost_now, lost.shape)]
+
+
+def _jvp(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:
+    """Which blocks run has no derivative."""
+    results = blocks_to_run_p.bind(*primals, **params)
+    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+
+
+def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """More lanes."""
+    axis = Axis.of(axis_data)
+    in_front = [fill_axis(axis, x, dim) for x, dim in zip(operands, dims, strict=True)]
+    return blocks_to_run_p.bind(*in_front, **params), [0, 0]
+
+
+jaxi.register(
+    blocks_to_run_p,
+    meaning=_blocks_to_run,
+    params=["costs", "waits"],
+    jvp=_jvp,
+    batch=batch_if_mapped(blocks_to_run_p, _batch),
+)
+
+
+@rewriting
+def without_waiting(eqn: Any) -> Any:
+    """A program in which each block runs in each iteration."""
+    if eqn.primitive is not blocks_to_run_p:
+        return map_programs(eqn, without_waiting)
+    return eqn.replace(params={**eqn.params, "waits": False})
