@@ -146,17 +146,16 @@ class Program(NamedTuple):
         loop, old = self.nest.loops[place].loop, self.at.loops[place]
 
         def block(*_: Any) -> list[Any]:
-            # Before: [low, high, *carry, *kept] -> After: [first row, the first that is not walked, *carry, *kept]
+            # Before: [low, high, *carry, *kept] -> After: the values, where the lane is in the loop
             low, high, *rest = jaxpr_as_fun(self.nest.blocks[place])(*self._known(place, place))
-            return [*_rows_of(loop, low, high), *rest]
+            ys = [jaxi.zeros(jax.typeof(y)) for y in old.ys]
+            return [jnp.int32(place + 1), *_rows_of(loop, low, high), jnp.int32(0), *ys, *rest]
 
-        row, end, *rest = at_most_once(needed, block, [old.row, old.end, *old.carry, *self.at.kept[place]])
-        carry, kept = split_list(rest, [loop.num_carry])
-        ys = [jaxi.where(needed, jaxi.zeros(jax.typeof(y)), y) for y in old.ys]
-        num_steps, begun = jnp.where(needed, 0, old.num_steps), jnp.where(needed, place + 1, self.at.begun)
+        values = [self.at.begun, *old[:3], *old.ys, *old.carry, *self.at.kept[place]]
+        begun, row, end, num_steps, *rest = at_most_once(needed, block, values)
+        ys, carry, kept = split_list(rest, [len(old.ys), loop.num_carry])
         at = self.at._replace(begun=begun, kept=_with(self.at.kept, place, kept))
-        entered = LoopState(row, end, num_steps, carry, ys, old.inside)
-        return self._replace(at=at)._with_loop(place, entered)
+        return self._replace(at=at)._with_loop(place, LoopState(row, end, num_steps, carry, ys, old.inside))
 
     def _with_loop(self, place: int, state: LoopState) -> "Program":
         return self._replace(at=self.at._replace(loops=_with(self.at.loops, place, state)))
@@ -195,12 +194,11 @@ def _advance(
         return at
     if inner.body is None:
         needed = here & goes_on(loop, at) & runs(0)
-        step = lambda *values: jaxpr_as_fun(loop.body)(*_inputs(loop, at, operands, values[: loop.num_carry]))  # noqa: E731
-        return _after_step(loop, at, needed, needed & (at.num_steps < MOST_STEPS), step)
+        step = lambda carry: jaxpr_as_fun(loop.body)(*_inputs(loop, at, operands, carry))  # noqa: E731
+        return _after_step(loop, at, needed, step)
     program = _program_of_step(inner, at, operands, runs).advance(here)
     ended = here & program.has_ended & runs(0)
-    after = _after_step(loop, at, ended, ended, lambda *_: program.outputs())
-    return after._replace(inside=program.at._replace(begun=jnp.where(ended, 0, program.at.begun)))
+    return _after_step(loop, at._replace(inside=program.at), ended, lambda _: program.outputs())
 
 
 def _begin(
@@ -231,10 +229,10 @@ def _one_step(
     return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind, stop=stop)
 
 
-def _step_that_may_break(
+def _unless_it_breaks(
     needed: Any, step: Callable[..., list[Any]], values: list[Any], stop: int, row: Any
-) -> tuple[Any, list[Any]]:
-    """Whether a step was needed and did not break, and its results: else the values, and in their `stop` this row."""
+) -> list[Any]:
+    """The results of a step that is needed and does not break: else the values, and in their `stop` this row."""
 
     def numbered(*values: Any) -> list[Any]:
         results = step(*values)
@@ -243,33 +241,38 @@ def _step_that_may_break(
 
     before = values[stop]
     begun = jnp.where(before == NO_STOP[0], before, NOT_STARTED)  # what has broken takes no step
-    out = _one_step(needed, numbered, [*values[:stop], begun, *values[stop + 1 :]], stop)
-    results = out.carry[1:]
+    results = _one_step(needed, numbered, [*values[:stop], begun, *values[stop + 1 :]], stop).carry[1:]
     results[stop] = jnp.where(results[stop] == 0, row, before)
-    return out.num_steps > 0, results
+    return results
 
 
-def _after_step(loop: Loop, at: LoopState, needed: Any, counts: Any, step: Callable[..., list[Any]]) -> LoopState:
-    """Where a lane is after a step of a loop, where it is needed; `counts`: where it is counted.
+def _after_step(loop: Loop, at: LoopState, needed: Any, step: Callable[[Sequence[Any]], list[Any]]) -> LoopState:
+    """Where a lane is after a step of a loop, where it is needed: step(carry) -> (*carry, *y)."""
 
-    `step(*carry, *zeros) -> (*carry, *y)`, with zeros in the place of each y.
-    """
-    values = [*at.carry, *map(jaxi.zeros, loop.output_avals.ys)]
+    def stepped(*values: Any) -> list[Any]:
+        carry, (row, num_steps), begun, ys = split_list(values, [loop.num_carry, 2, int(at.inside is not None)])
+        carry, y = loop.outputs(step(carry))
+        one = jnp.int32(1) if begun else (num_steps < MOST_STEPS).astype(jnp.int32)
+        ys = [_with_row(old, row, value) for old, value in zip(ys, y, strict=True)]
+        return [*carry, RowLoop(loop.reverse).advance(row, one), num_steps + one, *map(jnp.zeros_like, begun), *ys]
+
+    begun = [] if at.inside is None else [at.inside.begun]
+    values = [*at.carry, at.row, at.num_steps, *begun, *at.ys]
     if loop.stop is None:
-        results = at_most_once(needed, step, values)
+        results = at_most_once(needed, stepped, values)
     else:
-        needed, results = _step_that_may_break(needed, step, values, loop.stop, at.row)
-        counts &= needed
-    (carry, values), ys = loop.outputs(results), []
-    for y, value in zip(at.ys, values, strict=True):
-        if (rows := y.shape[0]) > FEW_ROWS:
-            ys.append(write(y, at.row, jaxi.where(needed, value, read(y, at.row))))
-        else:
-            here = (jnp.arange(rows, dtype=jnp.int32) == at.row) & needed
-            ys.append(jaxi.where(here.reshape(-1, *(1,) * value.ndim), value, y))
-    counted = counts.astype(jnp.int32)
-    row = RowLoop(loop.reverse).advance(at.row, counted)
-    return at._replace(row=row, num_steps=at.num_steps + counted, carry=list(carry), ys=ys)
+        results = _unless_it_breaks(needed, stepped, values, loop.stop, at.row)
+    carry, (row, num_steps), begun, ys = split_list(results, [loop.num_carry, 2, len(begun)])
+    if at.inside is not None and loop.stop is not None:  # a step that has broken is over, too
+        begun = [jnp.where(needed, 0, *begun)]
+    inside = at.inside and at.inside._replace(begun=begun[0])
+    return at._replace(row=row, num_steps=num_steps, carry=carry, ys=ys, inside=inside)
+
+
+def _with_row(y: Any, row: Any, value: Any) -> Any:
+    if (rows := y.shape[0]) > FEW_ROWS:
+        return write(y, row, value)
+    return jaxi.where((jnp.arange(rows, dtype=jnp.int32) == row).reshape(-1, *(1,) * value.ndim), value, y)
 
 
 # Blocks, by the numbers of the loops that they stand in, and their own: the blocks behind the last loop in a step, and
