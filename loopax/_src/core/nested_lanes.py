@@ -36,7 +36,7 @@ from loopax._src.core.waiting import blocks_to_run
 from loopax._src.jax_internals import jaxpr_as_fun
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
-# to select in all of them.
+# to select in all of them, for an innermost loop, which writes one in most iterations.
 FEW_ROWS = 128
 
 # Where a lane is.
@@ -176,13 +176,13 @@ def _program_of_step(
     """The step that a lane is in."""
     assert inner.body is not None
     assert at.inside is not None
-    return Program(inner.body, lambda: _inputs(inner.loop, at, operands, at.carry), at.inside, runs)
+    return Program(inner.body, lambda: _inputs(inner.loop, operands, at.row, at.carry), at.inside, runs)
 
 
-def _inputs(loop: Loop, at: LoopState, operands: Callable[[], list[Any]], carry: Sequence[Any]) -> list[Any]:
+def _inputs(loop: Loop, operands: Callable[[], list[Any]], row: Any, carry: Sequence[Any]) -> list[Any]:
     """Those of a loop's body."""
     consts, xs = split_list(operands(), [loop.num_consts])
-    return [at.row, *consts, *carry, *(read(x, at.row) for x in xs)]
+    return [row, *consts, *carry, *(read(x, row) for x in xs)]
 
 
 def _advance(
@@ -194,11 +194,14 @@ def _advance(
         return at
     if inner.body is None:
         needed = here & goes_on(loop, at) & runs(0)
-        step = lambda carry: jaxpr_as_fun(loop.body)(*_inputs(loop, at, operands, carry))  # noqa: E731
-        return _after_step(loop, at, needed, step)
+        return _after_step(loop, at, needed, lambda *now: jaxpr_as_fun(loop.body)(*_inputs(loop, operands, *now)))
     program = _program_of_step(inner, at, operands, runs).advance(here)
     ended = here & program.has_ended & runs(0)
-    return _after_step(loop, at._replace(inside=program.at), ended, lambda _: program.outputs())
+
+    def outputs(row: Any, carry: Sequence[Any]) -> list[Any]:
+        return program._replace(inputs=lambda: _inputs(loop, operands, row, carry)).outputs()
+
+    return _after_step(loop, at._replace(inside=program.at), ended, outputs)
 
 
 def _begin(
@@ -246,14 +249,14 @@ def _unless_it_breaks(
     return results
 
 
-def _after_step(loop: Loop, at: LoopState, needed: Any, step: Callable[[Sequence[Any]], list[Any]]) -> LoopState:
-    """Where a lane is after a step of a loop, where it is needed: step(carry) -> (*carry, *y)."""
+def _after_step(loop: Loop, at: LoopState, needed: Any, step: Callable[..., list[Any]]) -> LoopState:
+    """Where a lane is after a step of a loop, where it is needed: step(row, carry) -> (*carry, *y)."""
 
     def stepped(*values: Any) -> list[Any]:
         carry, (row, num_steps), begun, ys = split_list(values, [loop.num_carry, 2, int(at.inside is not None)])
-        carry, y = loop.outputs(step(carry))
+        carry, y = loop.outputs(step(row, carry))
         one = jnp.int32(1) if begun else (num_steps < MOST_STEPS).astype(jnp.int32)
-        ys = [_with_row(old, row, value) for old, value in zip(ys, y, strict=True)]
+        ys = [_with_row(old, row, value, not begun) for old, value in zip(ys, y, strict=True)]
         return [*carry, RowLoop(loop.reverse).advance(row, one), num_steps + one, *map(jnp.zeros_like, begun), *ys]
 
     begun = [] if at.inside is None else [at.inside.begun]
@@ -269,8 +272,8 @@ def _after_step(loop: Loop, at: LoopState, needed: Any, step: Callable[[Sequence
     return at._replace(row=row, num_steps=num_steps, carry=carry, ys=ys, inside=inside)
 
 
-def _with_row(y: Any, row: Any, value: Any) -> Any:
-    if (rows := y.shape[0]) > FEW_ROWS:
+def _with_row(y: Any, row: Any, value: Any, is_innermost: bool) -> Any:
+    if (rows := y.shape[0]) > FEW_ROWS or not is_innermost:
         return write(y, row, value)
     return jaxi.where((jnp.arange(rows, dtype=jnp.int32) == row).reshape(-1, *(1,) * value.ndim), value, y)
 

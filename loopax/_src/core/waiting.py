@@ -1,9 +1,10 @@
 """Which blocks of a program run, where each lane of a batch is at another one.
 
 A block takes about as long for one lane as for all. So lanes wait at a block for others to come to it, while the blocks
-run at which more lanes are. A block runs when the lanes at it have lost as much time as it takes: if lanes come to it
-at a steady rate, none waits better (it is the economic order quantity, without knowing the rate). If no block is due in
-this sense, the one with the most lanes runs. So a lane waits no longer than it takes for it to lose that time, alone.
+run at which more lanes are. A block runs when the lanes at it have lost half the time that it takes. (All of it would
+be best if lanes came to it at a steady rate and had equally far to go, as orders are best placed. The lane with the
+longest way loses more than others.) The block with the most lanes runs, too, and each that is cheap beside the others.
+So no lane waits for longer than it takes to lose that time alone.
 
 Lanes take their steps in other iterations than alone, but the same steps. A derivative walks the steps back, each lane
 at its own pace: there no lane waits, and each iteration runs all blocks (`without_waiting`).
@@ -21,6 +22,9 @@ from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
 from loopax._src.core.jaxpr.util import rewriting
 from loopax._src.jax_internals import Primitive, ad, map_programs
 
+LOST = 0.5  # of what a block takes
+CHEAP = 0.15  # a block that takes so little of an iteration with all blocks
+
 blocks_to_run_p: Primitive = jaxi.new_primitive("blocks_to_run")
 
 
@@ -36,14 +40,15 @@ def blocks_to_run(at: Sequence[Any], lost: Any, costs: Sequence[float]) -> tuple
 
 def _blocks_to_run(at: Any, lost: Any, *, costs: tuple[float, ...], waits: bool) -> list[Any]:
     """The meaning. `at`: bool[*lanes, blocks]; `lost`: float32[*lanes, blocks], the same for all lanes of a batch."""
-    if at.ndim == 1 or not waits:
-        return [jnp.ones_like(at), lost]
     lanes, (*of_blocks, of_iteration) = tuple(range(at.ndim - 1)), costs
     cost = np.asarray(of_blocks, np.float32)
-    waiting, lost_before = jnp.sum(at, lanes, dtype=jnp.float32), jnp.max(lost, lanes)
-    is_due = (lost_before >= cost) & (waiting > 0)
+    is_dear = cost > CHEAP * cost.sum()
+    if not lanes or not waits or 0 in at.shape or is_dear.sum() < 2:
+        return [jnp.ones_like(at), lost]
+    waiting, lost_before = jnp.sum(at, lanes, dtype=jnp.float32), lost[(0,) * len(lanes)]
+    is_due = (lost_before >= LOST * cost) & (waiting > 0)
     has_most = jnp.arange(len(cost), dtype=jnp.int32) == jnp.argmax(waiting).astype(jnp.int32)
-    runs = is_due | has_most
+    runs = is_due | has_most | ~is_dear
     taken = jnp.float32(of_iteration) + jnp.sum(jnp.where(runs, cost, 0))
     share = waiting / jnp.maximum(jnp.sum(waiting), 1)
     lost_now = jnp.where(runs, 0, lost_before + share * taken)

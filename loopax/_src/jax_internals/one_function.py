@@ -35,6 +35,7 @@ from loopax._src.jax_internals.primitives import (
     one_of,
     products_per_result,
 )
+from loopax._src.jax_internals.random_numbers import with_fast_random_numbers
 from loopax._src.jax_internals.tracing import is_for_export
 from loopax._src.jax_internals.types import is_on_host
 
@@ -53,7 +54,7 @@ _DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in
 _adds_up = one_of("argmax", "argmin", *(f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")))
 _moves = one_of(
     *("concatenate", "cummax", "cummin", "cumprod", "cumsum", "dynamic_slice", "gather", "pad", "rev", "slice"),
-    *("split", "stack", "tile", "transpose", "unstack", "optimization_barrier", "empty2"),
+    *("split", "stack", "tile", "transpose", "unstack", "optimization_barrier", "empty2", "random_split"),
 )
 _keeps_array = one_of("reshape", "squeeze", "expand_dims", "optimization_barrier", "pvary", "pcast", "split", "unstack")
 
@@ -71,7 +72,10 @@ def lowering(
     plain = mlir.lower_fun(meaning, multiple_results=primitive.multiple_results)
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if not _is_for_one_cpu(ctx) or (NEEDS_TELLING and has_unused and has_unused(**params)):
+        if not _is_for_one_cpu(ctx):
+            return plain(ctx, *operands, **params)
+        ctx = with_fast_random_numbers(ctx)
+        if not MAKES_FUNCTIONS or (NEEDS_TELLING and has_unused and has_unused(**params)):
             return plain(ctx, *operands, **params)
         program = _with_functions(_meaning(primitive, ctx.avals_in, params))
         return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *operands)
@@ -80,10 +84,10 @@ def lowering(
 
 
 def _is_for_one_cpu(ctx: Any) -> bool:
-    """Whether a program is compiled for one CPU, here, by an XLA that makes functions."""
+    """Whether a program is compiled for one CPU, here."""
     platforms, devices = tuple(ctx.platforms or ctx.module_context.platforms), ctx.module_context.axis_context
     is_one = isinstance(devices, _ShardingContext) and devices.num_devices == 1
-    return MAKES_FUNCTIONS and platforms == ("cpu",) and is_one and not is_for_export(ctx)
+    return platforms == ("cpu",) and is_one and not is_for_export(ctx)
 
 
 def _meaning(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> ClosedJaxpr:

@@ -1,0 +1,45 @@
+"""Random numbers in a loop on a CPU.
+
+JAX compiles Threefry for a CPU as a loop of five times four rounds, which takes XLA eighty calls. In a program that
+draws once that matters to nobody; in a step that draws a few numbers it takes longer than the rest. Here the rounds
+stand in a row, behind a condition that always holds: XLA would fuse them into each operation that reads the numbers,
+and compute all of them there once more. The numbers are the same.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax._src.random.threefry2x32 import _threefry2x32_lowering as _threefry  # what it is, as a function of JAX
+from jax.extend.random import threefry2x32_p
+from jax.interpreters import mlir
+
+
+def _in_a_row(*operands: Any) -> Any:
+    """Threefry of two keys and two counters, as its primitive takes them."""
+    rounds = partial(_threefry, *operands, use_rolled_loops=False)
+    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+    if 0 in shape:
+        return rounds()
+    is_one = lax.population_count(operands[0].reshape(-1)[0] | jnp.uint32(1)) > 0
+    return lax.cond(is_one, rounds, lambda: (jnp.zeros(shape, jnp.uint32),) * 2)
+
+
+_rule = mlir.lower_fun(_in_a_row)
+
+
+def with_fast_random_numbers(ctx: Any) -> Any:
+    """The context in which a loop is compiled for a CPU, as one in which its random numbers are computed so.
+
+    JAX has a public way to compile a primitive otherwise in all programs, and this one for a part of a program. What it
+    has compiled already, for what stands outside of loops, is not used within.
+    """
+    module = ctx.module_context
+    rules = module.lowering_parameters.override_lowering_rules or ()
+    if any(primitive is threefry2x32_p for primitive, _ in rules):
+        return ctx
+    parameters = replace(module.lowering_parameters, override_lowering_rules=(*rules, (threefry2x32_p, _rule)))
+    inside = module.replace(lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={})
+    return ctx.replace(module_context=inside)
