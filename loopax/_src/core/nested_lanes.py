@@ -232,9 +232,7 @@ def _one_step(
     return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind, stop=stop)
 
 
-def _unless_it_breaks(
-    needed: Any, step: Callable[..., list[Any]], values: list[Any], stop: int, row: Any
-) -> list[Any]:
+def _unless_it_breaks(needed: Any, step: Callable[..., list[Any]], values: list[Any], stop: int, row: Any) -> list[Any]:
     """The results of a step that is needed and does not break: else the values, and in their `stop` this row."""
 
     def numbered(*values: Any) -> list[Any]:
