@@ -14,7 +14,6 @@ from loopax._src.core.jaxpr.cost import evaluation, is_function
 from loopax._src.core.jaxpr.util import bind_again, evaluate, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, equations_in
 
-
 SOME_LANES = 64  # for which blocks are compared
 SOME_STEPS = 4
 
