@@ -45,7 +45,7 @@ def loops(f):
 
 
 def test_a_draw_is_no_loop():
-    """Also after the same draw outside of the loop, for which JAX has compiled a function already."""
+    """Also after the same draw outside of the loop, for which JAX has made a function already."""
     before = jax.jit(lambda: jax.random.split(jax.random.key(3), 3)).lower().as_text().count("stablehlo.while")
     assert before > 0
     assert loops(draws(lx.scan, None)) == 1
@@ -57,6 +57,7 @@ def test_a_draw_is_no_loop():
         return jax.random.key_data(keys), jax.random.key_data(lx.scan(f, keys[0], None, 4)[0])
 
     assert loops(twice) == before + 1
+    assert "stablehlo.popcnt" in jax.jit(twice).lower().as_text()  # of the condition around the rounds
 
 
 @pytest.mark.skipif(not one_function.NEEDS_TELLING, reason="XLA makes such functions itself from jaxlib 0.12 on")
