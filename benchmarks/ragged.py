@@ -1,8 +1,9 @@
 """Lanes that take different numbers of steps: counts, real series, nested loops, and a queue of items."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -221,8 +222,8 @@ def log_posterior(observations: int) -> Callable[[Array], Array]:
     return lambda w: jax.nn.log_sigmoid(signs * (inputs @ w)).sum() - 0.5 * (w**2).sum()
 
 
-def slice_sampler(how: lx.Lanes, observations: int = OBSERVATIONS) -> Callable[..., Any]:
-    """A chain of slice sampling: an interval shrinks until a point in it is likely enough (Neal 2003)."""
+def slice_steps(observations: int) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Array], Array]]:
+    """To begin an interval, to shrink one until a point in it is likely enough (Neal 2003), and the density."""
     log_density = log_posterior(observations)
 
     def shrink(state: Any, key: Array) -> Any:
@@ -233,17 +234,79 @@ def slice_sampler(how: lx.Lanes, observations: int = OBSERVATIONS) -> Callable[.
         density = log_density(point)
         return low, high, origin, direction, level, point, density, density > level
 
-    def sample(carry: Any, _: Any, key: Array) -> Any:
-        x, density = carry
+    def begin(x: Array, density: Array, key: Array) -> Any:
         keys = jax.random.split(key, 4)
         direction = jax.random.normal(keys[0], x.shape)
         level = density + jnp.log(jax.random.uniform(keys[1], minval=1e-7))
         low = -20.0 * jax.random.uniform(keys[2])
-        start = (low, low + 20.0, x, direction, level, x, density, jnp.zeros((), bool))
-        state, info = lx.while_loop(lambda s: ~s[-1], shrink, start, key=keys[3], info=True)
+        return (low, low + 20.0, x, direction, level, x, density, jnp.zeros((), bool)), keys[3]
+
+    return begin, shrink, log_density
+
+
+def slice_sampler(how: lx.Lanes, observations: int = OBSERVATIONS) -> Callable[..., Any]:
+    """A chain of slice sampling."""
+    begin, shrink, log_density = slice_steps(observations)
+
+    def sample(carry: Any, _: Any, key: Array) -> Any:
+        start, own = begin(*carry, key)
+        state, info = lx.while_loop(lambda s: ~s[-1], shrink, start, key=own, info=True)
         return (state[5], state[6]), (state[5], info.num_steps)
 
     return lambda key, x: lx.scan(sample, (x, log_density(x)), None, SAMPLES, key=key, lanes=how)
+
+
+class Chain(NamedTuple):
+    """Where a chain is, in a sampler that is written as a state machine."""
+
+    sample: Array  # its number
+    shrinks: Array  # how often the interval of this sample has shrunk; -1: it is to begin
+    interval: Any  # as `slice_sampler` carries it
+    key: Array
+    rows: Array
+    steps: Array
+
+
+def state_machine(observations: int) -> Callable[..., Any]:
+    """The same chains by hand: an iteration shrinks all intervals, and begins samples where a chain is to begin one."""
+    begin, shrink, log_density = slice_steps(observations)
+
+    def entered(chain: Chain, key: Array) -> Chain:
+        interval, own = begin(chain.interval[5], chain.interval[6], jax.random.fold_in(key, chain.sample))
+        return chain._replace(shrinks=jnp.int32(0), interval=interval, key=own)
+
+    def shrunk(chain: Chain) -> Chain:
+        interval = shrink(chain.interval, jax.random.fold_in(chain.key, chain.shrinks))
+        found, count = interval[-1], chain.shrinks + 1
+        here = (jnp.arange(SAMPLES) == chain.sample) & found
+        return Chain(
+            chain.sample + found,
+            jnp.where(found, -1, count),
+            interval,
+            chain.key,
+            jnp.where(here[:, None], interval[5], chain.rows),
+            jnp.where(here, count, chain.steps),
+        )
+
+    def chosen(which: Array, new: Any, old: Any) -> Any:
+        pick = lambda a, b: jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+        return jax.tree.map(pick, new, old)
+
+    def iteration(keys: Array, chains: Chain) -> Chain:
+        begins = (chains.shrinks < 0) & (chains.sample < SAMPLES)
+        begun = lambda chains: chosen(begins, jax.vmap(entered)(chains, keys), chains)
+        chains = lax.cond(begins.any(), begun, lambda chains: chains, chains)
+        return chosen(chains.sample < SAMPLES, jax.vmap(shrunk)(chains), chains)
+
+    def sampled(keys: Array, xs: Array) -> Any:
+        density, zero = jax.vmap(log_density)(xs), jnp.zeros(len(keys))
+        interval = (zero, zero, xs, xs, zero, xs, density, zero > 0)
+        count, rows = jnp.zeros(len(keys), jnp.int32), jnp.zeros((len(keys), SAMPLES, FEATURES))
+        start = Chain(count, count - 1, interval, keys, rows, jnp.zeros(rows.shape[:2], jnp.int32))
+        last = lax.while_loop(lambda chains: (chains.sample < SAMPLES).any(), partial(iteration, keys), start)
+        return (last.interval[5], last.interval[6]), (last.rows, last.steps)
+
+    return sampled
 
 
 def sampler_arguments() -> tuple[Any, ...]:
@@ -252,14 +315,55 @@ def sampler_arguments() -> tuple[Any, ...]:
     return keys, jnp.asarray(np.random.RandomState(0).randn(256, FEATURES), jnp.float32)
 
 
-def nested(observations: int, bound: float | None) -> Group:
+def nested(observations: int, bound: float) -> Group:
     """256 chains of slice sampling; what a chain does between inner loops costs as much as 100 observations."""
     ways = {"loopax lockstep": lx.Lockstep(), "loopax free": lx.Free()}
     programs = {key: jax.vmap(slice_sampler(how, observations)) for key, how in ways.items()}
+    programs["a state machine by hand"] = state_machine(observations)
     cases = [Case(key, program, sampler_arguments()) for key, program in programs.items()]
-    targets = [Target("time", "loopax free", "loopax lockstep", bound)] if bound else []
+    targets = [
+        Target("time", "loopax free", "loopax lockstep", bound),
+        Target("time", "loopax free", "a state machine by hand", 1.1),
+    ]
     title = f"256 chains of slice sampling, {SAMPLES} samples, {observations} observations"
     return Group(title, cases, targets, rounds=9)
+
+
+def heavy_tailed(*shape: int) -> Array:
+    """Numbers of steps from 0 to 40, most of them small."""
+    return jnp.asarray(np.minimum(np.random.RandomState(0).pareto(1.0, shape) * 2, 40), jnp.int32)
+
+
+def deep(how: lx.Lanes) -> Callable[..., Array]:
+    """A lane of three loops in each other: an MLP is applied as often as the middle loop says, in each outer step."""
+
+    def lane(weights: Any, y: Array, counts: Array) -> Array:
+        def middle(y: Array, n: Array) -> Any:
+            return lx.fori_loop(0, n, lambda _, y: lanes.step(weights, y), y, max_steps=40), None
+
+        def outer(y: Array, row: Array) -> Any:
+            return lx.scan(middle, y, row[1:], row[0] % row.size)[0], None
+
+        return (lx.scan(outer, y, counts, lanes=how)[0] ** 2).sum()
+
+    return lane
+
+
+def three_levels() -> list[Group]:
+    """64 lanes whose numbers of steps differ at each level."""
+    starts = jnp.asarray(np.random.RandomState(1).randn(64, 16), jnp.float32)
+    arguments = (lanes.weights(), starts, heavy_tailed(64, 10, 9))
+    programs = {"loopax lockstep": vmapped(deep(lx.Lockstep())), "loopax free": vmapped(deep(lx.Free()))}
+    kinds = {"forward": (lambda f: f, 0.4), "gradient of shared weights": (gradient_of, 0.5)}
+    return [
+        Group(
+            f"64 lanes of three loops in each other, counts of heavy tail: {what}",
+            [Case(key, of(program), arguments) for key, program in programs.items()],
+            [Target("time", "loopax free", "loopax lockstep", bound)],
+            rounds=5,
+        )
+        for what, (of, bound) in kinds.items()
+    ]
 
 
 def nested_iterations() -> dict[str, Any]:
@@ -296,7 +400,8 @@ def groups() -> list[Group]:
         real_series(32, None),
         real_series(128, None),
         nested(OBSERVATIONS, 1 / 1.5),
-        nested(OBSERVATIONS // 64, None),
+        nested(OBSERVATIONS // 64, 1.0),
+        *three_levels(),
     ]
 
 

@@ -119,13 +119,13 @@ def test_a_batch_in_jax_checkpoint(recorder, lanes):
 
 def test_free_lanes(recorder):
     def value(n):
-        step = lambda i, c: lx.fori_loop(0, i, lambda j, c: jnp.sin(c), c + 1.0)
+        step = lambda i, c: lx.fori_loop(0, i, lambda j, c: jnp.sin(jnp.sin(c)), c + 1.0)
         return lx.fori_loop(0, n, step, 0.0, lanes="free", max_steps=8, progress=True)
 
     jax.block_until_ready(jax.jit(jax.vmap(value))(np.array([1, 4, 8])))
     ((_, iterations),) = recorder.ended
-    assert iterations == sum(max(i, 1) for i in range(8))
-    assert recorder.lanes[0] == 2
+    assert iterations == 1 + sum(max(i, 1) for i in range(8))  # one to begin
+    assert recorder.lanes[0] == 3
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -195,6 +195,33 @@ def test_the_choice_of_lanes_is_said():
         assert min(loop.lanes_expected, key=lambda way: loop.lanes_expected[way]) == repr(taken)
 
 
+def test_blocks_of_free_lanes():
+    """With their costs, and whether lanes wait there: a dear outer step, two loops one after another."""
+
+    def f(x, n):
+        def step(x, k):
+            x = lx.fori_loop(0, k, lambda _, x: jnp.sin(x), jnp.sort(x))
+            return lx.while_loop(lambda x: x.sum() > 9.0, jnp.cos, x), None
+
+        return lx.scan(step, x, n, lanes="free")[0]
+
+    found = lx.explain(jax.vmap(f), jnp.ones((6, 64)), jnp.ones((6, 4), int))
+    first, between, second, around = only(found).blocks
+    line = r"at \S*test_explain.py:\d+"
+    assert re.fullmatch(f"a step of the fori_loop {line}", first.words)
+    assert between.words == "between loops in a step of the outer scan"
+    assert re.fullmatch(f"a step of the while_loop {line}", second.words)
+    assert around.words == "around loops in a step of the outer scan"
+    assert first.waits
+    assert around.waits
+    assert not between.waits
+    assert f"{around.nanoseconds / 1000:.3g}  around loops in a step of the outer scan, where lanes wait for" in str(
+        found
+    )
+    lockstep = lx.explain(lambda x: lx.fori_loop(0, 3, lambda _, x: jnp.sin(x), x), 1.0)
+    assert only(lockstep).blocks == ()
+
+
 def test_models():
     cell = eqx.nn.GRUCell(3, 5, key=jax.random.key(0))
     program = lambda cell, xs: lx.scan(lambda c, x: ((c[0], c[0](x, c[1])), None), (cell, jnp.zeros(5)), xs)[0][1].sum()

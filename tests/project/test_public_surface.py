@@ -184,7 +184,7 @@ loopax.insight:
     plot(axes=)
   Leaf(name, role, shape, dtype, size, is_stored, is_differentiated)
   LoopExplanation(function, source, kind, lanes, most_steps, is_fixed, leaves, waiting, derivative, in_words, stored,
-      stored_bytes, problem, warnings, inner, branch=, mixed_by=, lanes_expected=, lanes_taken=, operations=)
+      stored_bytes, problem, warnings, inner, branch=, mixed_by=, lanes_expected=, lanes_taken=, blocks=, operations=)
     walk()
   Measured(name, forward_ms=, gradient_ms=, compile_seconds=, temporary_bytes=, traces=, problem=, is_chosen=)
   Stored(kind, reason, what, carries, size, records, walks_back, leaves, evaluations)

@@ -16,6 +16,7 @@ every transformation. (Dance et al. 2025, docs/references.md.) Lanes may wait at
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
+from loopax._src.core.ir.annotations import BlockInfo
 from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import NO_STOP, NOT_STARTED, Loop, Outcome, asked_as, run
 from loopax._src.core.ir.plan import EveryResidual
@@ -32,7 +34,7 @@ from loopax._src.core.jaxpr.types import trace_carrying
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, weakly_cached
 from loopax._src.core.lowering.rows import RowLoop, read, write
 from loopax._src.core.nest import TAKES_NO_INVERSE, Inner, Nest, block_cost, cut, holds_loop, refuse_other_kinds
-from loopax._src.core.waiting import blocks_to_run
+from loopax._src.core.waiting import blocks_to_run, lanes_wait
 from loopax._src.jax_internals import jaxpr_as_fun
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
@@ -280,30 +282,45 @@ def _with_row(y: Any, row: Any, value: Any, is_innermost: bool) -> Any:
 # before the first one in the next, are one, since a lane that has come to the one comes to the other.
 
 
-def _blocks(inner: Inner, at: LoopState, here: Any, number: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any, float]]:
-    """The number of each block, whether a lane is at it, and what it costs."""
+class Block(NamedTuple):
+    """A block of a nest."""
+
+    number: tuple[int, ...]
+    words: str
+    cost: float
+
+
+def _blocks(inner: Inner, number: tuple[int, ...] = ()) -> Iterator[Block]:
+    """Those of a loop, in their order."""
+    loop, where, nest = inner
+    if loop.bound == 0:
+        return
+    if nest is None:
+        yield Block((*number, 0), f"a step of the {where}", block_cost(loop.body))
+        return
+    last, step = len(nest.loops), f"loops in a step of the {where}"
+    for place, inside in enumerate(nest.loops, 1):
+        yield from _blocks(inside, (*number, place - 1))
+        if place < last:
+            yield Block((*number, place), f"between {step}", block_cost(nest.blocks[place]))
+    around = block_cost(nest.blocks[0]) + block_cost(nest.blocks[-1])
+    yield Block((*number, 0), f"around {step}", around)
+
+
+def _at_blocks(inner: Inner, at: LoopState, here: Any) -> Iterator[Any]:
+    """Whether a lane is at each of them."""
     loop, _, nest = inner
     if loop.bound == 0:
         return
     steps = here & goes_on(loop, at)
     if nest is None or at.inside is None:
-        yield (*number, 0), steps, block_cost(loop.body)
+        yield steps
         return
-    begun, last = at.inside.begun, len(nest.loops)
     for place, (inside, state) in enumerate(zip(nest.loops, at.inside.loops, strict=True), 1):
-        is_in = here & (begun == place)
-        yield from _blocks(inside, state, is_in, (*number, place - 1))
+        is_in = here & (at.inside.begun == place)
+        yield from _at_blocks(inside, state, is_in)
         ended = is_in & ~goes_on(inside.loop, state)
-        if place < last:
-            yield (*number, place), ended, block_cost(nest.blocks[place])
-        else:
-            yield (*number, 0), ended | (steps & (begun == 0)), sum(map(block_cost, (nest.blocks[0], nest.blocks[-1])))
-
-
-def _num_blocks(inner: Inner) -> int:
-    if inner.loop.bound == 0 or inner.body is None:
-        return int(inner.loop.bound != 0)
-    return len(inner.body.loops) + sum(map(_num_blocks, inner.body.loops))
+        yield ended if place < len(nest.loops) else ended | (steps & (at.inside.begun == 0))
 
 
 # The single loop.
@@ -321,15 +338,17 @@ def most_steps(inner: Inner) -> int | None:
 @weakly_cached
 def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
     """The single loop of states of these types, its consts being *consts, *xs."""
-    inner, (consts, _, rows) = Inner(loop, "", cut(loop.body)), loop.input_avals
+    where = f"outer {loop.debug_info.function}" if loop.debug_info else "outer loop"
+    inner, (consts, _, rows) = Inner(loop, where, cut(loop.body)), loop.input_avals
+    blocks = list(_blocks(inner))
+    costs = [block.cost for block in blocks]
     operands = [*consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
 
     def step(_: Any, is_on: Any, lost: Any, *values: Any) -> list[Any]:
         leaves, given = split_list(values, [len(state) - 2])
         at = treedef.unflatten(leaves)
-        numbers, lanes_at, costs = zip(*_blocks(inner, at, is_on), strict=True)
-        which, lost = blocks_to_run(lanes_at, lost, [*costs, overhead(False, False)])
-        found = dict(zip(numbers, which, strict=True))
+        which, lost = blocks_to_run(list(_at_blocks(inner, at, is_on)), lost, [*costs, overhead(False, False)])
+        found = {block.number: runs for block, runs in zip(blocks, which, strict=True)}
         runs = lambda *number: found.get(number, found[(*number[:-1], 0)])  # noqa: E731 - the last block is the first
         at = _begin(inner, _advance(inner, at, lambda: given, is_on, runs), lambda: given, is_on, runs)
         return [goes_on(loop, at), lost, *jax.tree.leaves(at)]
@@ -350,9 +369,14 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
         idles=True,
         **asked_as(loop),
         reporting=loop.reporting,
-        debug_info=loop.debug_info,
+        debug_info=loop.debug_info and replace(loop.debug_info, blocks=_in_words(blocks)),
         watch=loop.watch and loop.watch.of_part(),
     )
+
+
+def _in_words(blocks: Sequence[Block]) -> tuple[BlockInfo, ...]:
+    wait = lanes_wait([block.cost for block in blocks])
+    return tuple(BlockInfo(block.words, block.cost, waits) for block, waits in zip(blocks, wait, strict=True))
 
 
 def run_free(
@@ -375,7 +399,7 @@ def run_free(
     row, end = _rows_of(loop, low, high)
     at = _unbegun(Inner(loop, "", nest))._replace(row=row, end=end, carry=carry)
     leaves, treedef = jax.tree.flatten(at)
-    lost = jnp.zeros(_num_blocks(Inner(loop, "", nest)), jnp.float32)
+    lost = jnp.zeros(len(list(_blocks(Inner(loop, "", nest)))), jnp.float32)
     start = [goes_on(loop, at), lost, *leaves]
     single = _as_one(loop, tuple(map(jax.typeof, start)), treedef)
     if single.bound is None and loop.kind.needs_bound:

@@ -38,12 +38,18 @@ def blocks_to_run(at: Sequence[Any], lost: Any, costs: Sequence[float]) -> tuple
     return [runs[i] for i in range(len(at))], lost
 
 
+def lanes_wait(costs: Sequence[float]) -> list[bool]:
+    """At which blocks lanes of a batch wait for others: at dear ones, unless there is one alone."""
+    is_dear = [cost > CHEAP * sum(costs) for cost in costs]
+    return [dear and sum(is_dear) > 1 for dear in is_dear]
+
+
 def _blocks_to_run(at: Any, lost: Any, *, costs: tuple[float, ...], waits: bool) -> list[Any]:
     """The meaning. `at`: bool[*lanes, blocks]; `lost`: float32[*lanes, blocks], the same for all lanes of a batch."""
     lanes, (*of_blocks, of_iteration) = tuple(range(at.ndim - 1)), costs
     cost = np.asarray(of_blocks, np.float32)
-    is_dear = cost > CHEAP * cost.sum()
-    if not lanes or not waits or 0 in at.shape or is_dear.sum() < 2:
+    is_dear = np.array(lanes_wait(of_blocks))
+    if not lanes or not waits or 0 in at.shape or not is_dear.any():
         return [jnp.ones_like(at), lost]
     waiting, lost_before = jnp.sum(at, lanes, dtype=jnp.float32), lost[(0,) * len(lanes)]
     is_due = (lost_before >= LOST * cost) & (waiting > 0)

@@ -9,6 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from loopax._src.core import DebugInfo, Names
+from loopax._src.core.ir.annotations import BlockInfo
 from loopax._src.core.ir.lanes import AutoLanes, Lockstep, Sequential
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.insight.advice import REFUSALS, Advice, Stored, advice_for, aligned, in_bytes, stored_of
@@ -99,6 +100,10 @@ class LoopExplanation:
     mixed_by
         The primitive that computes for a lane from other lanes. Lanes then run in lockstep, whatever `lanes` says.
         Empty if there is none, or if lanes run as `lanes` says.
+    blocks
+        Of a nest with free lanes: what one iteration of the single loop runs, each for the lanes that have come to it.
+        Each has `words`, the expected `nanoseconds` for 64 lanes, and `waits`: whether lanes of a batch wait there for
+        others. Otherwise empty.
     operations
         The number of operations of the body in the program of the value, and in that of the gradient, without those of
         loops in the body, and without what stands on the line of a loop. Zeros if there is no gradient, or if JAX
@@ -125,6 +130,7 @@ class LoopExplanation:
     mixed_by: str = ""
     lanes_expected: Mapping[str, float] = field(default_factory=dict)
     lanes_taken: Any = None
+    blocks: tuple[BlockInfo, ...] = ()
     operations: tuple[int, int] = (0, 0)
 
     def walk(self) -> Iterator["LoopExplanation"]:
@@ -263,8 +269,10 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
         listed = ", ".join(f"{name.removesuffix('()')} {ns:.3g}" for name, ns in loop.lanes_expected.items())
         why = f" (expected nanoseconds of a lane for each of its own steps: {listed})" if listed else ""
         chosen += f", which takes {loop.lanes_taken!r}{why}"
-    waiting = f", {loop.waiting} lanes until the slowest is done" if loop.waiting > 1 else ""
+    until = "the last one" if loop.blocks else "the slowest"
+    waiting = f", {loop.waiting} lanes until {until} is done" if loop.waiting > 1 else ""
     yield f"steps: {most}{chosen}{waiting}"
+    yield from _blocks(loop)
     # A gradient stores as much for each of these; for one, where the loop itself is of all lanes.
     lanes = loop.stored_bytes // (stored.carries * stored.size) if stored and loop.stored_bytes else 1
     if loop.kind is not None:
@@ -298,6 +306,14 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
         of_value, of_gradient = loop.operations
         times = f" ({of_gradient / of_value:.2g} times as many to compile)"
         yield f"operations of the body: {of_value}, with the gradient {of_gradient}{times}"
+
+
+def _blocks(loop: LoopExplanation) -> Iterator[str]:
+    """What free lanes run."""
+    if loop.blocks:
+        yield "blocks, each for the lanes that are at it (microseconds for 64 lanes):"
+    for block in loop.blocks:
+        yield f"  {block.nanoseconds / 1000:.3g}  {block.words}{', where lanes wait for others' if block.waits else ''}"
 
 
 def _runs(loop: LoopExplanation) -> str:
@@ -419,6 +435,7 @@ def _explained(found: FoundLoop) -> LoopExplanation:
         debug_info.mixed_by,
         dict(debug_info.lanes_expected),
         taken,
+        debug_info.blocks,
     )
 
 

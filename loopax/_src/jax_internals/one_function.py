@@ -74,11 +74,10 @@ def lowering(
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
         if not _is_for_one_cpu(ctx):
             return plain(ctx, *operands, **params)
-        ctx = with_fast_random_numbers(ctx)
         if not MAKES_FUNCTIONS or (NEEDS_TELLING and has_unused and has_unused(**params)):
-            return plain(ctx, *operands, **params)
+            return with_fast_random_numbers(plain, ctx, *operands, **params)
         program = _with_functions(_meaning(primitive, ctx.avals_in, params))
-        return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *operands)
+        return with_fast_random_numbers(mlir.lower_fun(jaxpr_as_fun(program)), ctx, *operands)
 
     return rule
 

@@ -6,6 +6,7 @@ stand in a row, behind a condition that always holds: XLA would fuse them into e
 and compute all of them there once more. The numbers are the same.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,8 +31,8 @@ def _in_a_row(*operands: Any) -> Any:
 _rule = mlir.lower_fun(_in_a_row)
 
 
-def with_fast_random_numbers(ctx: Any) -> Any:
-    """The context in which a loop is compiled for a CPU, as one in which its random numbers are computed so.
+def with_fast_random_numbers(lower: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """The results of a rule that lowers a loop for a CPU, in a context in which random numbers are computed so.
 
     JAX has a public way to compile a primitive otherwise in all programs, and this one for a part of a program. What it
     has compiled already, for what stands outside of loops, is not used within.
@@ -39,7 +40,11 @@ def with_fast_random_numbers(ctx: Any) -> Any:
     module = ctx.module_context
     rules = module.lowering_parameters.override_lowering_rules or ()
     if any(primitive is threefry2x32_p for primitive, _ in rules):
-        return ctx
+        return lower(ctx, *operands, **params)
     parameters = replace(module.lowering_parameters, override_lowering_rules=(*rules, (threefry2x32_p, _rule)))
     inside = module.replace(lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={})
-    return ctx.replace(module_context=inside)
+    within = ctx.replace(module_context=inside)
+    results = lower(within, *operands, **params)
+    if within.tokens_out is not ctx.tokens_out:  # of effects that have an order
+        ctx.set_tokens_out(within.tokens_out)
+    return results

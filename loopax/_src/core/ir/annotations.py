@@ -133,6 +133,14 @@ class Names(NamedTuple):
         return Names(*(names if len(names) == size else (UNNAMED,) * size for names, size in pairs))
 
 
+class BlockInfo(NamedTuple):
+    """A block of a nest whose lanes are free."""
+
+    words: str
+    nanoseconds: float  # expected, for 64 lanes
+    waits: bool  # whether lanes of a batch wait there for others
+
+
 @dataclass(frozen=True)
 class DebugInfo:
     """What a user called."""
@@ -147,6 +155,7 @@ class DebugInfo:
     branch: str = ""  # of a `cond` or a `switch`: the function of the user's
     mixed_by: str = ""  # the primitive that mixes lanes, for which a batch is in lockstep that would not be
     lanes_expected: tuple[tuple[str, float], ...] = ()  # ways to run lanes, and nanoseconds, from which one was chosen
+    blocks: tuple[BlockInfo, ...] = ()  # of a nest whose lanes are free
 
     def renamed(self, names: Names) -> "DebugInfo":
         """Give the operands and results other names."""
