@@ -200,7 +200,7 @@ def test_blocks_of_free_lanes():
 
     def f(x, n):
         def step(x, k):
-            x = lx.fori_loop(0, k, lambda _, x: jnp.sin(x), jnp.sort(x))
+            x = lx.fori_loop(0, k, lambda _, x: jnp.sin(x), jnp.sin(jnp.sin(x)))
             return lx.while_loop(lambda x: x.sum() > 9.0, jnp.cos, x), None
 
         return lx.scan(step, x, n, lanes="free")[0]
