@@ -7,11 +7,16 @@ have which features.
 
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from tests.core.batching.counting import alone
 from tests.fuzz.draw import program, watched
 from tests.fuzz.evaluate import difference, problem
+from tests.fuzz.nests import NUMBERS, W, X, nest
 from tests.fuzz.program import Program
+from tests.support.reference import assert_close
 from tests.support.versions import maps_custom_vjp
 
 PROGRAMS = int(os.environ.get("LOOPAX_FUZZ", "100"))
@@ -34,6 +39,35 @@ def test_random_programs_whose_steps_are_looked_at(first):
     numbers = range(first, min(first + IN_ONE_TEST, FIRST + PROGRAMS))
     wrong = {number: found for number in numbers if (found := problem(watched(number)))}
     assert not wrong, "\n".join(f"{number}: {watched(number)}\n{wrong[number]}" for number in wrong)
+
+
+NESTS = range(FIRST, FIRST + (PROGRAMS if "LOOPAX_FUZZ" in os.environ else 12))
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(i, marks=pytest.mark.slow) if SLOW and i > FIRST + 1 else i for i in NESTS]
+)
+def test_random_nests_in_free_lanes(number):
+    """Values, and the first derivatives in each order, are those of each lane alone."""
+    program = nest(number)
+    free, lanes = program("free"), (W, X, NUMBERS)
+    wanted = alone(jax.value_and_grad(program("lockstep"), (0, 1)), *lanes)
+
+    def total(w, x):
+        values = jax.vmap(free)(w, x, NUMBERS)
+        return values.sum(), values
+
+    @jax.jit
+    def found(w, x):
+        (_, values), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(w, x)
+        dots = jax.jvp(lambda *given: jax.vmap(free)(*given, NUMBERS), (w, x), (jnp.ones_like(w), jnp.ones_like(x)))[1]
+        return (values, gradients), jax.vmap(jax.value_and_grad(free, (0, 1)))(w, x, NUMBERS), dots
+
+    of_batch, each, dots = found(W, X)
+    assert_close(jax.jit(jax.vmap(free))(*lanes), wanted[0])
+    assert_close(of_batch, wanted)
+    assert_close(each, wanted)
+    assert_close(dots, wanted[1][0] + wanted[1][1].sum(-1))
 
 
 # Programs that were wrong once, each as small as it is still wrong.

@@ -30,12 +30,12 @@ from loopax._src.core.ir.kind import Decided
 from loopax._src.core.ir.loop import NO_STOP, NOT_STARTED, Loop, Outcome, asked_as, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.cost import overhead
-from loopax._src.core.jaxpr.types import trace_carrying
+from loopax._src.core.jaxpr.types import retyped, trace_carrying
 from loopax._src.core.jaxpr.util import INDEX, MOST_STEPS, split_list, stacked, weakly_cached
 from loopax._src.core.lowering.rows import RowLoop, read, write
 from loopax._src.core.nest import TAKES_NO_INVERSE, Inner, Nest, block_cost, cut, holds_loop, refuse_other_kinds
 from loopax._src.core.waiting import blocks_to_run, lanes_wait
-from loopax._src.jax_internals import jaxpr_as_fun
+from loopax._src.jax_internals import ClosedJaxpr, jaxpr_as_fun
 
 # In a batch, lanes write rows of their own, which XLA's CPU backend does lane by lane. Up to so many rows it is faster
 # to select in all of them, for an innermost loop, which writes one in most iterations.
@@ -134,14 +134,14 @@ class Program(NamedTuple):
 
     def outputs(self) -> list[Any]:
         """What stands behind the last loop."""
-        return jaxpr_as_fun(self.nest.blocks[-1])(*self._known(len(self.nest.loops), len(self.nest.loops)))
+        return _evaluated(self.nest.blocks[-1], self._known(len(self.nest.loops), len(self.nest.loops)))
 
     def _known(self, place: int, blocks: int) -> list[Any]:
         results = [x for at in self.at.loops[:place] for x in (at.num_steps, *at.carry, *at.ys)]
         return [*self.inputs(), *(x for kept in self.at.kept[:blocks] for x in kept), *results]
 
     def _operands(self, place: int) -> Callable[[], list[Any]]:
-        return lambda: jaxpr_as_fun(self.nest.operands[place])(*self._known(place, place + 1))
+        return lambda: _evaluated(self.nest.operands[place], self._known(place, place + 1))
 
     def _enter(self, place: int, needed: Any) -> "Program":
         """A block, and into the loop behind it."""
@@ -149,7 +149,7 @@ class Program(NamedTuple):
 
         def block(*_: Any) -> list[Any]:
             # Before: [low, high, *carry, *kept] -> After: the values, where the lane is in the loop
-            low, high, *rest = jaxpr_as_fun(self.nest.blocks[place])(*self._known(place, place))
+            low, high, *rest = _evaluated(self.nest.blocks[place], self._known(place, place))
             ys = [jaxi.zeros(jax.typeof(y)) for y in old.ys]
             return [jnp.int32(place + 1), *_rows_of(loop, low, high), jnp.int32(0), *ys, *rest]
 
@@ -161,6 +161,12 @@ class Program(NamedTuple):
 
     def _with_loop(self, place: int, state: LoopState) -> "Program":
         return self._replace(at=self.at._replace(loops=_with(self.at.loops, place, state)))
+
+
+def _evaluated(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Its results, where inputs vary over other axes of a `jax.shard_map` than it was traced for: rows of a lane do."""
+    pairs = zip(inputs, program.in_avals, strict=True)
+    return jaxpr_as_fun(program)(*(retyped(x, jaxi.varying_axes(aval)) for x, aval in pairs))
 
 
 def _with(values: list[Any], place: int, value: Any) -> list[Any]:
@@ -196,7 +202,7 @@ def _advance(
         return at
     if inner.body is None:
         needed = here & goes_on(loop, at) & runs(0)
-        return _after_step(loop, at, needed, lambda *now: jaxpr_as_fun(loop.body)(*_inputs(loop, operands, *now)))
+        return _after_step(loop, at, needed, lambda *now: _evaluated(loop.body, _inputs(loop, operands, *now)))
     program = _program_of_step(inner, at, operands, runs).advance(here)
     ended = here & program.has_ended & runs(0)
 

@@ -11,18 +11,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.random.threefry2x32 import _threefry2x32_lowering as _threefry  # what it is, as a function of JAX
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
+from loopax._src.jax_internals.types import spec_of
+
 
 def _in_a_row(*operands: Any) -> Any:
     """Threefry of two keys and two counters, as its primitive takes them."""
     rounds = partial(_threefry, *operands, use_rolled_loops=False)
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    if 0 in shape:
+    if 0 in shape or any(any(spec_of(jax.typeof(x))) for x in operands):  # of a mesh with axes that are `Explicit`
         return rounds()
     is_one = lax.population_count(operands[0].reshape(-1)[0] | jnp.uint32(1)) > 0
     return lax.cond(is_one, rounds, lambda: (jnp.zeros(shape, jnp.uint32),) * 2)

@@ -60,6 +60,22 @@ def test_a_draw_is_no_loop():
     assert "stablehlo.popcnt" in jax.jit(twice).lower().as_text()  # of the condition around the rounds
 
 
+def test_numbers_of_an_explicit_mesh():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        keys = jax.device_put(
+            jax.random.split(jax.random.key(0), 8), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+        )
+
+        def f(key):
+            draw = lambda i, x: x + jax.random.uniform(jax.random.fold_in(key, i))
+            return lx.fori_loop(0, 3, draw, 0.0)
+
+        found = np.asarray(jax.jit(jax.vmap(f))(keys))
+    wanted = jax.vmap(lambda key: sum(jax.random.uniform(jax.random.fold_in(key, i)) for i in range(3)))
+    np.testing.assert_allclose(found, wanted(jax.random.split(jax.random.key(0), 8)), rtol=1e-12)
+
+
 @pytest.mark.skipif(not one_function.NEEDS_TELLING, reason="XLA makes such functions itself from jaxlib 0.12 on")
 def test_a_step_that_splits_a_key_is_one_function():
     assert "xla_cpu_small_call" in jax.jit(draws(lx.scan, None)).lower().as_text()

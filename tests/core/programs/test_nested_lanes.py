@@ -296,3 +296,19 @@ def inner(x, **options):
 def test_other_forms_are_refused(body, options, message):
     with pytest.raises(ValueError, match=message):
         lx.while_loop(lambda x: x < 3.0, body, 0.0, lanes="free", **options)
+
+
+def test_devices_whose_lanes_differ():
+    """A limit in an inner loop depends on a row, which varies over devices as lanes do, and on what varies anyway."""
+
+    def f(w, n, lanes):
+        inner = lambda i, x: lx.fori_loop(0, n + i, lambda _, x: jnp.sin(w * x) + 0.1, x, max_steps=8)
+        return lx.fori_loop(0, n, inner, 0.5 + 0.0 * n.astype(float), max_steps=4, lanes=lanes)
+
+    mesh, rows = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec("d")
+    batch = jax.vmap(f, (None, 0, None))
+    free, specs = lambda w, n: batch(w, n, "free"), (jax.sharding.PartitionSpec(), rows)
+    spread = jax.shard_map(free, mesh=mesh, in_specs=specs, out_specs=rows)
+    numbers = np.arange(4)
+    of = lambda g: jax.jit(jax.value_and_grad(lambda w: (g(w, numbers) ** 2).sum()))(0.8)
+    assert_close(of(spread), of(lambda w, n: batch(w, n, "lockstep")))
