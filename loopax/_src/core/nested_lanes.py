@@ -294,6 +294,7 @@ class Block(NamedTuple):
     number: tuple[int, ...]
     words: str
     cost: float
+    is_innermost: bool = False  # a step of an innermost loop
 
 
 def _blocks(inner: Inner, number: tuple[int, ...] = ()) -> Iterator[Block]:
@@ -302,7 +303,7 @@ def _blocks(inner: Inner, number: tuple[int, ...] = ()) -> Iterator[Block]:
     if loop.bound == 0:
         return
     if nest is None:
-        yield Block((*number, 0), f"a step of the {where}", block_cost(loop.body))
+        yield Block((*number, 0), f"a step of the {where}", block_cost(loop.body), True)
         return
     last, step = len(nest.loops), f"loops in a step of the {where}"
     for place, inside in enumerate(nest.loops, 1):
@@ -347,13 +348,13 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
     where = f"outer {loop.debug_info.function}" if loop.debug_info else "outer loop"
     inner, (consts, _, rows) = Inner(loop, where, cut(loop.body)), loop.input_avals
     blocks = list(_blocks(inner))
-    costs = [block.cost for block in blocks]
+    costs, waits = [block.cost for block in blocks], _wait_at(blocks)
     operands = [*consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
 
     def step(_: Any, is_on: Any, lost: Any, *values: Any) -> list[Any]:
         leaves, given = split_list(values, [len(state) - 2])
         at = treedef.unflatten(leaves)
-        which, lost = blocks_to_run(list(_at_blocks(inner, at, is_on)), lost, [*costs, overhead(False, False)])
+        which, lost = blocks_to_run(list(_at_blocks(inner, at, is_on)), lost, [*costs, overhead(False, False)], waits)
         found = {block.number: runs for block, runs in zip(blocks, which, strict=True)}
         runs = lambda *number: found.get(number, found[(*number[:-1], 0)])  # noqa: E731 - the last block is the first
         at = _begin(inner, _advance(inner, at, lambda: given, is_on, runs), lambda: given, is_on, runs)
@@ -380,9 +381,13 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
     )
 
 
+def _wait_at(blocks: Sequence[Block]) -> list[bool]:
+    return lanes_wait([block.cost for block in blocks], [block.is_innermost for block in blocks])
+
+
 def _in_words(blocks: Sequence[Block]) -> tuple[BlockInfo, ...]:
-    wait = lanes_wait([block.cost for block in blocks])
-    return tuple(BlockInfo(block.words, block.cost, waits) for block, waits in zip(blocks, wait, strict=True))
+    pairs = zip(blocks, _wait_at(blocks), strict=True)
+    return tuple(BlockInfo(block.words, block.cost, waits) for block, waits in pairs)
 
 
 def run_free(

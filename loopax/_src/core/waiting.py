@@ -28,33 +28,36 @@ CHEAP = 0.15  # a block that takes so little of an iteration with all blocks
 blocks_to_run_p: Primitive = jaxi.new_primitive("blocks_to_run")
 
 
-def blocks_to_run(at: Sequence[Any], lost: Any, costs: Sequence[float]) -> tuple[list[Any], Any]:
+def blocks_to_run(at: Sequence[Any], lost: Any, costs: Sequence[float], waits: Sequence[bool]) -> tuple[list[Any], Any]:
     """Whether each block runs for a lane, and what lanes at each have then lost.
 
     `at`: for each block whether the lane is at it; `lost`: float32[blocks], zeros at first; `costs`: of each block,
-    and behind them that of an iteration without its blocks. A lane alone waits for nobody.
+    and behind them that of an iteration without its blocks; `waits`: at which lanes wait. A lane alone never does.
     """
-    runs, lost = blocks_to_run_p.bind(jnp.stack(list(at)), lost, costs=tuple(costs), waits=True)
+    runs, lost = blocks_to_run_p.bind(jnp.stack(list(at)), lost, costs=tuple(costs), waits=tuple(waits))
     return [runs[i] for i in range(len(at))], lost
 
 
-def lanes_wait(costs: Sequence[float]) -> list[bool]:
-    """At which blocks lanes of a batch wait for others: at dear ones, unless there is one alone."""
+def lanes_wait(costs: Sequence[float], are_innermost: Sequence[bool]) -> list[bool]:
+    """At which blocks lanes of a batch wait for others: at dear ones.
+
+    Where only steps of one innermost loop are, lanes are there in each iteration, as they pass all others at once.
+    """
     is_dear = [cost > CHEAP * sum(costs) for cost in costs]
-    return [dear and sum(is_dear) > 1 for dear in is_dear]
+    found = [is_innermost for is_innermost, dear in zip(are_innermost, is_dear, strict=True) if dear]
+    return [False] * len(costs) if found == [True] else is_dear
 
 
-def _blocks_to_run(at: Any, lost: Any, *, costs: tuple[float, ...], waits: bool) -> list[Any]:
+def _blocks_to_run(at: Any, lost: Any, *, costs: tuple[float, ...], waits: tuple[bool, ...]) -> list[Any]:
     """The meaning. `at`: bool[*lanes, blocks]; `lost`: float32[*lanes, blocks], the same for all lanes of a batch."""
     lanes, (*of_blocks, of_iteration) = tuple(range(at.ndim - 1)), costs
     cost = np.asarray(of_blocks, np.float32)
-    is_dear = np.array(lanes_wait(of_blocks))
-    if not lanes or not waits or 0 in at.shape or not is_dear.any():
+    if not lanes or 0 in at.shape or not any(waits):
         return [jnp.ones_like(at), lost]
     waiting, lost_before = jnp.sum(at, lanes, dtype=jnp.float32), lost[(0,) * len(lanes)]
     is_due = (lost_before >= LOST * cost) & (waiting > 0)
     has_most = jnp.arange(len(cost), dtype=jnp.int32) == jnp.argmax(waiting).astype(jnp.int32)
-    runs = is_due | has_most | ~is_dear
+    runs = is_due | has_most | ~np.array(waits)
     taken = jnp.float32(of_iteration) + jnp.sum(jnp.where(runs, cost, 0))
     share = waiting / jnp.maximum(jnp.sum(waiting), 1)
     lost_now = jnp.where(runs, 0, lost_before + share * taken)
@@ -88,4 +91,4 @@ def without_waiting(eqn: Any) -> Any:
     """A program in which each block runs in each iteration."""
     if eqn.primitive is not blocks_to_run_p:
         return map_programs(eqn, without_waiting)
-    return eqn.replace(params={**eqn.params, "waits": False})
+    return eqn.replace(params={**eqn.params, "waits": (False,) * len(eqn.params["waits"])})

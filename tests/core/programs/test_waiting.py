@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import loopax as lx
-from loopax._src.core.waiting import blocks_to_run
+from loopax._src.core.waiting import blocks_to_run, lanes_wait
 from tests.core.batching.counting import LaneCounter, alone
 from tests.support.reference import assert_close
 
@@ -21,7 +21,8 @@ OF_ITERATION = 10.0
 def chosen(at, lost, costs=COSTS):
     """For lanes that are each at one block: which blocks run, and what lanes at each have lost."""
     places = np.eye(len(costs), dtype=bool)[np.array(at)]
-    of_lane = lambda place, lost: blocks_to_run(list(place), lost, [*costs, OF_ITERATION])
+    waits = lanes_wait(costs, (True, *(False for _ in costs[1:])))
+    of_lane = lambda place, lost: blocks_to_run(list(place), lost, [*costs, OF_ITERATION], waits)
     runs, lost = jax.jit(jax.vmap(of_lane, (0, None)))(places, jnp.asarray(lost, jnp.float32))
     runs, lost = np.stack(runs, 1), np.asarray(lost)
     assert (runs == runs[0]).all()  # a block runs for all lanes or for none
@@ -43,14 +44,20 @@ def test_a_block_without_lanes_does_not_run_for_what_others_have_lost():
     assert chosen([0, 0], [0, 99, 0])[0] == [True, False, True]
 
 
-def test_nobody_waits_where_one_block_is_dear():
+def test_nobody_waits_where_only_innermost_steps_are_dear():
     runs, lost = chosen([0, 0, 0, 1], [0, 0, 0], (100.0, 4.0, 2.0))
     assert runs == [True, True, True]
     assert lost == [0, 0, 0]
 
 
+def test_lanes_wait_where_only_an_outer_step_is_dear():
+    runs, lost = chosen([0, 0, 0, 1], [0, 0, 0], (4.0, 100.0, 2.0))
+    assert runs == [True, False, True]
+    assert lost[1] > 0
+
+
 def test_a_lane_alone_waits_for_nobody():
-    runs, lost = blocks_to_run([jnp.array(False)] * 3, jnp.zeros(3, jnp.float32), [*COSTS, OF_ITERATION])
+    runs, lost = blocks_to_run([jnp.array(False)] * 3, jnp.zeros(3, jnp.float32), [*COSTS, OF_ITERATION], [True] * 3)
     assert all(runs)
     assert not lost.any()
 
@@ -68,7 +75,7 @@ def test_a_lane_moves_in_every_iteration(at, lost):
 
 def test_lanes_of_all_axes_are_counted():
     at = jnp.eye(2, dtype=bool)[jnp.array([[0, 0, 0], [1, 1, 0]])]
-    of_lane = lambda at, lost: blocks_to_run(list(at), lost, [100.0, 100.0, OF_ITERATION])
+    of_lane = lambda at, lost: blocks_to_run(list(at), lost, [100.0, 100.0, OF_ITERATION], [True] * 2)
     runs, _ = jax.vmap(jax.vmap(of_lane, (0, None)), (0, None))(at, jnp.zeros(2, jnp.float32))
     assert np.stack(runs, -1).reshape(-1, 2).tolist() == [[True, False]] * 6
 
