@@ -91,4 +91,5 @@ def without_waiting(eqn: Any) -> Any:
     """A program in which each block runs in each iteration."""
     if eqn.primitive is not blocks_to_run_p:
         return map_programs(eqn, without_waiting)
-    return eqn.replace(params={**eqn.params, "waits": (False,) * len(eqn.params["waits"])})
+    nowhere = (False,) * eqn.invars[0].aval.shape[-1]
+    return eqn.replace(params={**eqn.params, "waits": nowhere})
