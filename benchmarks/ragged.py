@@ -268,7 +268,7 @@ class Chain(NamedTuple):
 
 
 def state_machine(observations: int) -> Callable[..., Any]:
-    """The same chains by hand: an iteration shrinks all intervals, and begins samples where a chain is to begin one."""
+    """These chains by hand: an iteration shrinks all intervals, and begins samples where a chain is to begin one."""
     begin, shrink, log_density = slice_steps(observations)
 
     def entered(chain: Chain, key: Array) -> Chain:

@@ -348,7 +348,8 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
     where = f"outer {loop.debug_info.function}" if loop.debug_info else "outer loop"
     inner, (consts, _, rows) = Inner(loop, where, cut(loop.body)), loop.input_avals
     blocks = list(_blocks(inner))
-    costs, waits = [block.cost for block in blocks], _wait_at(blocks)
+    costs = [block.cost for block in blocks]
+    waits = lanes_wait(costs, [block.is_innermost for block in blocks])
     operands = [*consts, *(stacked(aval, loop.bound or 0) for aval in rows)]
 
     def step(_: Any, is_on: Any, lost: Any, *values: Any) -> list[Any]:
@@ -376,18 +377,13 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
         idles=True,
         **asked_as(loop),
         reporting=loop.reporting,
-        debug_info=loop.debug_info and replace(loop.debug_info, blocks=_in_words(blocks)),
+        debug_info=loop.debug_info and replace(loop.debug_info, blocks=_in_words(blocks, waits)),
         watch=loop.watch and loop.watch.of_part(),
     )
 
 
-def _wait_at(blocks: Sequence[Block]) -> list[bool]:
-    return lanes_wait([block.cost for block in blocks], [block.is_innermost for block in blocks])
-
-
-def _in_words(blocks: Sequence[Block]) -> tuple[BlockInfo, ...]:
-    pairs = zip(blocks, _wait_at(blocks), strict=True)
-    return tuple(BlockInfo(block.words, block.cost, waits) for block, waits in pairs)
+def _in_words(blocks: Sequence[Block], waits: Sequence[bool]) -> tuple[BlockInfo, ...]:
+    return tuple(BlockInfo(block.words, block.cost, wait) for block, wait in zip(blocks, waits, strict=True))
 
 
 def run_free(
