@@ -27,6 +27,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.batching.groups import run_function
 from loopax._src.core.ir.annotations import BlockInfo
 from loopax._src.core.ir.kind import Decided
+from loopax._src.core.ir.lane_choice import IfGathered
 from loopax._src.core.ir.loop import NO_STOP, NOT_STARTED, Loop, Outcome, asked_as, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.cost import overhead
@@ -223,21 +224,13 @@ def _begin(
     return at._replace(inside=program.at)
 
 
+_ONCE: Any = {"bound": 1, "kind": Decided(EveryResidual(reason="one step or none"))}
+
+
 def at_most_once(needed: Any, function: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
     """`function(*values)` where it is needed, else the values as they are: a loop of one step or none."""
-    return _one_step(needed, function, values).carry[1:]
-
-
-def _one_step(
-    needed: Any, function: Callable[..., list[Any]], values: Sequence[Any], stop: int | None = None
-) -> Outcome:
-    """Such a loop; `stop`: where the `stop` of its step is among the values."""
-
-    def once(_: Any, __: Any, *values: Any) -> list[Any]:
-        return [jnp.zeros((), bool), *function(*values)]
-
-    kind, stop = Decided(EveryResidual(reason="one step or none")), None if stop is None else 1 + stop
-    return run_function(once, [needed, *values], bound=1, predicated=True, kind=kind, stop=stop)
+    high = jnp.asarray(needed).astype(jnp.int32)
+    return run_function(lambda _, *values: function(*values), values, high=high, lanes=IfGathered(), **_ONCE).carry
 
 
 def _unless_it_breaks(needed: Any, step: Callable[..., list[Any]], values: list[Any], stop: int, row: Any) -> list[Any]:
@@ -250,7 +243,9 @@ def _unless_it_breaks(needed: Any, step: Callable[..., list[Any]], values: list[
 
     before = values[stop]
     begun = jnp.where(before == NO_STOP[0], before, NOT_STARTED)  # what has broken takes no step
-    results = _one_step(needed, numbered, [*values[:stop], begun, *values[stop + 1 :]], stop).carry[1:]
+    given = [needed, *values[:stop], begun, *values[stop + 1 :]]
+    once = lambda _, __, *values: [jnp.zeros((), bool), *numbered(*values)]  # noqa: E731
+    results = run_function(once, given, predicated=True, stop=1 + stop, **_ONCE).carry[1:]
     results[stop] = jnp.where(results[stop] == 0, row, before)
     return results
 

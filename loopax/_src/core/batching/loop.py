@@ -19,7 +19,7 @@ from loopax._src.core.batching import lockstep
 from loopax._src.core.batching.compact_primitive import SWEEPS, BatchRules, compact_vmap
 from loopax._src.core.batching.compact_stages import LOOPS
 from loopax._src.core.batching.groups import run_sequentially
-from loopax._src.core.ir.lane_choice import chosen, estimates, kept_together, of_uniform
+from loopax._src.core.ir.lane_choice import chosen, estimates, gathered, kept_together, of_uniform
 from loopax._src.core.ir.lanes import AutoLanes, Compact, Lockstep, Sequential
 from loopax._src.core.ir.loop import Loop, LoopInputs, LoopOutputs, loop_p, run
 from loopax._src.core.ir.reverse_sweep import (
@@ -152,8 +152,10 @@ def _gathered_lanes(axis: Axis) -> Any:
     return axis.size if axis.mesh_axis is None else None
 
 
-def _with_chosen_lanes(loop: Loop, size: Any) -> Loop:
+def _with_chosen_lanes(loop: Loop, size: Any, batched: LoopInputs) -> Loop:
     """The loop with the way in which a batch of so many lanes runs, and why for `explain`."""
+    moved = select(flatten(batched), loop.body.in_avals[1:])
+    loop = loop._replace(lanes=gathered(loop.lanes, loop.body, loop.num_consts, moved, size))
     walks_again = loop.bound != 1 and not loop.saving and not any(map(communicates_over, equations_in(loop.body)))
     lanes, debug_info = chosen(loop.lanes, loop.body, loop.num_consts, size, walks_again), loop.debug_info
     if debug_info and (mixing := kept_together(loop.lanes, loop.body)):
@@ -183,7 +185,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
     differ = any(has_limits) or (loop.predicated and outputs.carry[0])
     batched = batched._replace(carry=(True,) * loop.num_carry if differ else outputs.carry)
     if differ:
-        loop = _with_chosen_lanes(loop, _gathered_lanes(axis))
+        loop = _with_chosen_lanes(loop, _gathered_lanes(axis), batched)
     if isinstance(loop.lanes, Sequential) and axis.size:
         # A value whose tangents are mapped has effects that are the same for all lanes: they stay without any output.
         nothing = [False] * len(loop.body.out_avals)

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from loopax._src.core.ir.lanes import AutoLanes, Compact, Lanes, Lockstep, Sequential, group_sizes, stages
+from loopax._src.core.ir.lanes import (
+    CPU_LANES,
+    AutoLanes,
+    Compact,
+    Lanes,
+    Lockstep,
+    Sequential,
+    fewest_lanes,
+    group_sizes,
+    stages,
+)
 from loopax._src.core.jaxpr.cost import StepCost, step_cost
 from loopax._src.core.jaxpr.dependence import mixing_primitive
 from loopax._src.jax_internals import ClosedJaxpr
@@ -49,6 +59,20 @@ class OneStage(Compact):
     def __repr__(self) -> str:
         """Return both."""
         return f"{Lockstep()!r}, and {Compact()!r} in a gradient"
+
+
+@dataclass(frozen=True)
+class IfGathered(Lockstep):
+    """Of a loop of one step or none: in batches of lanes that take the step, where that is expected to be faster."""
+
+
+def gathered(how: Lanes, body: ClosedJaxpr, num_consts: int, moved: Sequence[Any], lanes: Any) -> Lanes:
+    """How so many lanes of a loop of one step or none run; `moved`: the types of what each has of its own."""
+    if not isinstance(how, IfGathered):
+        return how
+    if not isinstance(lanes, int) or lanes < 2 * fewest_lanes(Compact(), CPU_LANES) or kept_together(Compact(), body):
+        return Lockstep()
+    return Compact() if step_cost(body, num_consts).gathers(moved, lanes) else Lockstep()
 
 
 def of_parts(how: Lanes, body: ClosedJaxpr, num_consts: int) -> Lanes:

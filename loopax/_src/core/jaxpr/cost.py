@@ -27,6 +27,7 @@ SHRINK_IF_CHEAP, SHRINK_OF_CALLS = 8.0, 3.0  # of stages that are not refilled
 FEWEST_PLACES, MOST_PLACES, LANES_PER_PLACE = 8, 128, 4
 OVERHEAD_IN_PLACES = 8  # of as many lanes as there are places, in times of the overhead: more places gain little
 REFILLING, STEPS_BETWEEN = 27_000, 10  # ns, and how many steps there are between two times, say
+GATHERING, GATHERING_LEAF = 1.5, 40  # of what is gathered in each step: times of REFILLING; ns for an array of a lane
 
 _UNKNOWN_LENGTH = 10  # iterations of a loop inside the step whose length is not known
 _SYMBOLIC = 64  # elements
@@ -103,6 +104,15 @@ class StepCost(NamedTuple):
     def most_on_one_core(self) -> int:
         """The most lanes of which XLA computes a step on one core of a CPU; more are spread over several."""
         return MOST_ON_ONE_CORE // max(self.widest, 1)
+
+    def gathers(self, moved: Sequence[Any], lanes: int) -> bool:
+        """Whether it is faster to gather the lanes that take a step, say half of them, than to compute it for all.
+
+        `moved`: the types of what each has of its own. XLA computes a step of many lanes on several cores, and one of a
+        part of them on one.
+        """
+        moving = GATHERING_LEAF * len(moved) + 2 * num_bytes(moved) * costs().cached_byte
+        return lanes < self.most_on_one_core and lanes * (self.of_lane - 4 * moving) > GATHERING * REFILLING
 
     def places(self, moved: float, lanes: int) -> int:
         """How many places for so many lanes make it cheap to refill them; zero if it is not.
