@@ -400,7 +400,8 @@ def in_lax(x: Any, n: Any) -> Any:
         x, _ = lax.scan(lambda x, _: (jnp.cos(x), None), x, None, 2)  # holds no loop
         return x, x.sum()
 
-    return lax.while_loop(lambda c: c[1] < n, lambda c: (lax.scan(step, c[0], jnp.arange(3))[0], c[1] + 1), (x, 0))[0]
+    again = jax.checkpoint(step, policy=jax.checkpoint_policies.dots_saveable)
+    return lax.while_loop(lambda c: c[1] < n, lambda c: (lax.scan(again, c[0], jnp.arange(3))[0], c[1] + 1), (x, 0))[0]
 
 
 def test_free_lanes_of_a_loop_with_one_in_it_that_nobody_uses() -> None:
@@ -416,7 +417,7 @@ def test_free_lanes_of_a_loop_with_one_in_it_that_nobody_uses() -> None:
 
 
 def test_free_lanes_make_one_loop_of_those_of_lax() -> None:
-    """The outer scan and the branch are exchanged, too, and the scan without a loop in it is not."""
+    """The outer scan and the branch are exchanged, too, in a `jax.checkpoint`; the scan without a loop in it is not."""
     starts, lengths = jnp.linspace(0.1, 0.9, 12).reshape(4, 3), jnp.array([3, 0, 1, 5])
     free = jax.vmap(lx.rewrite_loops(in_lax, lanes="free"))
     closed = jax.make_jaxpr(free)(starts, lengths)

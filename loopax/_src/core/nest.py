@@ -63,8 +63,8 @@ def cut_at_loop(program: ClosedJaxpr, holds: str, otherwise: str) -> Nest:
         unused = "none. (A loop does not count if its results are not used: return them.)"
         found = f"{len(nest.loops)}." if nest.loops else unused
         raise ValueError(
-            f"{holds} {found} The form it needs: outside of `cond`, `scan`, `jax.checkpoint` and other loops, one call "
-            "of `loopax.while_loop`, `loopax.fori_loop` or `loopax.scan`; before and after it, anything. Make one loop "
+            f"{holds} {found} The form it needs: outside of `cond`, `scan` and other loops, one call of "
+            "`loopax.while_loop`, `loopax.fori_loop` or `loopax.scan`; before and after it, anything. Make one loop "
             f"of several{otherwise}"
         )
     return nest
@@ -90,7 +90,7 @@ def _asks_apart(program: ClosedJaxpr, is_outermost: bool = False) -> Callable[[A
     A loop stays whole if some steps of it take less than what stands around it in the body of an inner loop: lanes that
     come to it together wait there for less time than the single loop would take for more steps of its own.
     """
-    around = 0.0 if is_outermost else block_cost(_without_loops(program))
+    around = 0.0 if is_outermost else block_cost(_without_loops(_flat(program)))
 
     def is_apart(eqn: Any) -> bool:
         if not _is_loop(eqn):
@@ -116,14 +116,22 @@ def block_cost(block: ClosedJaxpr) -> float:
     return evaluation(block, SOME_LANES, is_function(block, SOME_LANES))
 
 
-def _jit_with_loop(eqn: Any) -> ClosedJaxpr | None:
-    """The program of a `jit` with a loop in it. A `jax.checkpoint` is left alone: it says what a gradient stores."""
-    program = jaxi.inlinable(eqn) if jaxi.is_jit(eqn) else None
+def _call_with_loop(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a `jit` or a `jax.checkpoint` with a loop in it: what is stored is said by the kind of a loop."""
+    program = jaxi.inlinable(eqn)
     return program if program and holds_loop(program) else None
 
 
+@weakly_cached
+def _flat(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose loops stand in no call."""
+    if not any(map(_call_with_loop, program.eqns)):
+        return program
+    return trace(lambda *inputs: evaluate(program, inputs, bind_again, inlined=_call_with_loop), program.in_avals)
+
+
 def _cut(program: ClosedJaxpr, is_apart: Callable[[Any], bool], cut_body: Callable[[Loop], Nest | None]) -> Nest:
-    flat = trace(lambda *inputs: evaluate(program, inputs, bind_again, inlined=_jit_with_loop), program.in_avals)
+    flat = _flat(program)
     # Before: the equations in their order -> After: each in the first block in which its operands are known
     blocks, at, place_of = [list[Any]()], list[Any](), dict[Any, int]()
     for eqn in flat.eqns:
@@ -212,18 +220,11 @@ def _refuse_around_loops(block: ClosedJaxpr, is_apart: Callable[[Any], bool]) ->
         inside = (inner for program in jaxi.inner_jaxprs(eqn) for inner in equations_in(program))
         found = None if jaxi.is_custom(eqn) else next(filter(is_apart, inside), None)
         if found is not None:
-            name, otherwise = (
-                f"`{eqn.primitive}`",
-                (
-                    "Call `cond`, `scan` and `while_loop` of loopax in place of those of `jax.lax`: they take the same "
-                    "arguments, and `loopax.rewrite_loops(..., lanes='free')` puts them in their place"
-                ),
-            )
-            if jaxi.is_checkpoint(eqn):
-                name, otherwise = "`jax.checkpoint`", "Leave that out: `kind` of the outer loop says what is stored"
             raise ValueError(
-                f"lanes='free': the {_where(Loop(**found.params), found)} stands in a {name}, where its steps cannot "
-                f"be taken one by one. {otherwise}. Or leave lanes='lockstep'."
+                f"lanes='free': the {_where(Loop(**found.params), found)} stands in a `{eqn.primitive}`, where its "
+                "steps cannot be taken one by one. Call `cond`, `scan` and `while_loop` of loopax in place of those of "
+                "`jax.lax`: they take the same arguments, and `loopax.rewrite_loops(..., lanes='free')` puts them in "
+                "their place. Or leave lanes='lockstep'."
             )
 
 

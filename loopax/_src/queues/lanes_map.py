@@ -36,7 +36,7 @@ def lanes_map(f: Callable[[Any], R], xs: PyTree[Any], *, num_lanes: int = 256) -
     ----------
     f
         The function: `f(x)` returns the result of one item. `f` holds exactly one loop of loopax, outside of `cond`,
-        `scan`, `jax.checkpoint` and other loops. The code before and after the loop runs once for each item.
+        `scan` and other loops. The code before and after the loop runs once for each item.
     xs
         The items: a pytree of arrays `(items, ...)` with the same number of items. Leaves that are not arrays are
         passed to `f` unchanged.

@@ -249,7 +249,7 @@ def lanes_stream(
     ----------
     f
         The function: `f(item)` returns the result of one item. `f` holds exactly one loop of loopax, outside of `cond`,
-        `scan`, `jax.checkpoint` and other loops. The code before and after the loop runs once for each item. `f` is
+        `scan` and other loops. The code before and after the loop runs once for each item. `f` is
         compiled once for any number of items, and streams of the same function share the program. If `f` is a pytree
         (an Equinox module, a `jax.tree_util.Partial`), streams with other arrays share the program, too.
     items

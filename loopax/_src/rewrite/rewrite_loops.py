@@ -199,8 +199,8 @@ def rewrite_loops(
         gets a `LoopExplanation` with the loop's name, source line and arrays.
     lanes
         How batches run, for all loops, as in `while_loop`. With `Free()`, one loop is made of each outermost loop and
-        those in it; a `jax.lax.scan`, `cond` or `switch` that holds a loop is then replaced as well. A `jax.checkpoint`
-        between two loops is then an error.
+        those in it; a `jax.lax.scan`, `cond` or `switch` that holds a loop is then replaced as well. What is stored of
+        such a loop is said by `kind`, and not by a `jax.checkpoint` in it.
     max_steps
         A static bound on the steps of every loop whose length is not static. A loop that would take more steps raises
         at run time. None: no bound.

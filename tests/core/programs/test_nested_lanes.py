@@ -280,7 +280,6 @@ def inner(x, **options):
             {},
             r"the while_loop at .*test_nested_lanes.py:\d+ stands in a `cond`, .*rewrite_loops",
         ),
-        (jax.checkpoint(inner), {}, r"test_nested_lanes.py:\d+ stands in a `jax.checkpoint`.*Leave that out"),
         (lambda x: jax.lax.scan(lambda x, _: (inner(x), None), x, None, 2)[0], {}, r"stands in a `scan`"),
         # A kind that stores every step needs bounds of all.
         (inner, {"max_steps": 3, "kind": "bounded"}, "Give `max_steps=` to each loop"),

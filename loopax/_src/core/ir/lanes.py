@@ -122,7 +122,7 @@ class Free(Lanes):
     step counts as one for each loop in it without steps.
 
     The body may hold any number of loops of loopax: one after another, in each other, in `loopax.cond` and
-    `loopax.switch`, and in `jax.jit`. An inner loop whose length is the same for all lanes stays as it is.
+    `loopax.switch`, in `jax.jit` and in `jax.checkpoint`. An inner loop whose length is the same for all lanes stays as it is.
 
     Raises
     ------
@@ -130,7 +130,7 @@ class Free(Lanes):
         Raised by the loop:
 
         - The body holds no loop.
-        - An inner loop stands in `jax.lax.cond`, `jax.lax.scan`, `jax.lax.while_loop` or `jax.checkpoint`.
+        - An inner loop stands in `jax.lax.cond`, `jax.lax.scan` or `jax.lax.while_loop`.
         - An inner loop has another `kind` than the outermost loop, and not "auto". Or it has `lanes`.
         - The kind stores every step, and one of the loops has no static bound.
     NotImplementedError
@@ -144,7 +144,8 @@ class Free(Lanes):
     the saved inner steps. `lane_report` counts how often this code runs. Free lanes are also slower for a loop that is
     not batched.
 
-    Gradients: one loop is made of all, and `kind` of the outermost one says what is stored of its steps.
+    Gradients: one loop is made of all, and `kind` of the outermost one says what is stored of its steps. A
+    `jax.checkpoint` around an inner loop says nothing then, nor does its policy.
 
     Rows of `xs` of all loops are gathered for each lane, and rows of `ys` are written into each lane's own array. The
     time of both grows with the number of rows.
