@@ -375,7 +375,7 @@ def nested_iterations() -> dict[str, Any]:
     return {
         "lockstep": report.nested.iterations,
         "free": report.free.iterations,
-        "outer part, free": report.free.outer_evaluations,
+        "outer part, free": report.free.evaluations[-1],
         "most inner steps of a chain": int(steps.sum(1).max()),
         "lockstep / free": report.nested.iterations / report.free.iterations,
     }

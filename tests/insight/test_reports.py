@@ -19,6 +19,7 @@ from loopax._src.core.ir.plan import BlocksThenResiduals
 from loopax._src.insight.schedule_picture import actions_of
 from loopax._src.schedule.binomial import evaluations, evaluations_from
 from loopax._src.schedule.online import online
+from tests.core.batching.counting import LaneCounter
 from tests.support.schedule_machine import execute
 
 
@@ -45,12 +46,46 @@ def test_report_of_nested_loops():
     report = lx.lane_report(jnp.array([3, 2]), np.array([[3, 0, 1], [1, 4, 99]]))
     assert report.nested is not None
     assert report.free is not None
-    assert (report.nested.iterations, report.free.iterations) == (8, 5)
+    assert (report.nested.iterations, report.free.iterations) == (8, 6)
     assert report.nested == lx.lane_report([3, 2], [[3, 0, 1], [1, 4, -1]]).nested  # a step that was not taken
     without = lx.lane_report([2], [[0, 0]]).free
     assert without is not None
-    assert without.iterations == 2  # one for each outer step without an inner one
-    assert [line.split() for line in str(report).split("\n")[-2:]] == [["lockstep", "8", "3"], ["free", "5", "4"]]
+    assert without.iterations == 3  # the first step begins, and then one for each outer step without an inner one
+    table = [line.split() for line in str(report).split("\n")[-4:]]
+    assert table[1] == ["lockstep:", "rest", "of", "loop", "1", "3", "6", "83%"]
+    assert table[2] == ["free:", "steps", "of", "loop", "2", "5", "10", "90%"]
+
+
+def three_levels(lanes, counter=lambda x: x):
+    """Three loops in each other, the numbers of whose steps are given and returned."""
+
+    def outer(y, row):
+        def middle(y, n):
+            y, info = lx.fori_loop(0, n, lambda _, y: counter(jnp.sin(y @ jnp.ones((9, 9)))), y, max_steps=9, info=True)
+            return 0.9 * y, info.num_steps
+
+        (y, steps), info = lx.scan(middle, y, row[1:], row[0], info=True)
+        return jnp.linalg.inv(jnp.eye(9) + 0.01 * jnp.outer(y, y)) @ y, (info.num_steps, steps)
+
+    return lambda y, rows: lx.scan(outer, y, rows, lanes=lanes, info=True)
+
+
+def test_report_of_three_loops():
+    random, counter = np.random.RandomState(0), LaneCounter()
+    rows, y = random.randint(0, 9, (20, 6, 9)), random.randn(20, 9)
+    counted = lambda how: jax.jit(jax.vmap(three_levels(how, lambda y: y + 0.0 * counter(y[0]))))
+    (_, (middle, inner)), info = counted("free")(y, rows)
+    blocks = lx.explain(jax.vmap(three_levels("free", lambda y: y + 0.0 * counter(y[0]))), y, rows).loops[0].blocks
+    assert [block.waits for block in blocks] == [False, False, True]
+    report, without_waiting = (lx.lane_report(info, (middle, inner), blocks=waits) for waits in (blocks, ()))
+    assert report.nested is not None
+    assert report.free is not None
+    assert without_waiting.free is not None
+    assert report.nested.iterations == counter.of(counted("lockstep"), y, rows)[0]
+    assert report.free.evaluations[0] == counter.of(counted("free"), y, rows)[0]
+    assert report.free.evaluations[0] > without_waiting.free.evaluations[0]
+    assert report.free.evaluations[2] < without_waiting.free.evaluations[2]
+    assert [line.split()[-4] for line in str(report).split("\n")[-3:]] == ["3", "2", "1"]
 
 
 def test_runs_of_iterations():
@@ -77,7 +112,8 @@ BAD = [
     (jnp.ones(3), None, TypeError, "expected a `LoopInfo` or an array of numbers of steps"),
     (jnp.ones(3, int), jnp.ones(3), TypeError, "lane_report(inner=...)"),
     (halvings(jnp.ones(())), None, TypeError, "lane_report(info=...): got a tuple that holds a `LoopInfo`"),
-    (jnp.ones(3, int), jnp.ones((2, 4), int), ValueError, "got 2 lanes of 4 outer steps, expected 3 lanes"),
+    (jnp.ones(3, int), jnp.ones((2, 4), int), ValueError, "got shape (2, 4), expected 3 lanes of at least 1 steps"),
+    (jnp.ones(3, int), (jnp.ones((3, 1), int), jnp.ones((3, 2, 1), int)), ValueError, "inner[1]=...): got shape"),
     (jnp.full(3, 5), jnp.ones((3, 4), int), ValueError, "expected 3 lanes of at least 5"),
     (np.array([[2, 1], [0, -1]]), None, ValueError, "info[1, 1] is -1, expected 0 or more steps"),
     ([1, 2], [[1, -9], [-1, 2]], ValueError, "lane_report(inner=...): inner[1, 0] is -1, expected 0 or more steps"),

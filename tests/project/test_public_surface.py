@@ -98,7 +98,7 @@ loopax:
   explain(fn, *args, argnums=)
   fori_loop(lower, upper, body_fun, init_val, *, unroll=, max_steps=, kind=, derivative=, lanes=, key=, throw=, info=,
       progress=, finite=)
-  lane_report(info, inner=, *, lanes=)
+  lane_report(info, inner=, *, lanes=, blocks=)
   lanes_map(f, xs, *, num_lanes=)
   lanes_stream(f, items, *, num_lanes=, ordered=, chunk_steps=, prefetch=, throw=, info=, resume=, progress=)
   local(module)

@@ -50,18 +50,26 @@ def lanes_wait(costs: Sequence[float], are_innermost: Sequence[bool]) -> list[bo
 
 def _blocks_to_run(at: Any, lost: Any, *, costs: tuple[float, ...], waits: tuple[bool, ...]) -> list[Any]:
     """The meaning. `at`: bool[*lanes, blocks]; `lost`: float32[*lanes, blocks], the same for all lanes of a batch."""
-    lanes, (*of_blocks, of_iteration) = tuple(range(at.ndim - 1)), costs
-    cost = np.asarray(of_blocks, np.float32)
+    lanes = tuple(range(at.ndim - 1))
     if not lanes or 0 in at.shape or not any(waits):
         return [jnp.ones_like(at), lost]
-    waiting, lost_before = jnp.sum(at, lanes, dtype=jnp.float32), lost[(0,) * len(lanes)]
-    is_due = (lost_before >= LOST * cost) & (waiting > 0)
-    has_most = jnp.arange(len(cost), dtype=jnp.int32) == jnp.argmax(waiting).astype(jnp.int32)
-    runs = is_due | has_most | ~np.array(waits)
-    taken = jnp.float32(of_iteration) + jnp.sum(jnp.where(runs, cost, 0))
-    share = waiting / jnp.maximum(jnp.sum(waiting), 1)
-    lost_now = jnp.where(runs, 0, lost_before + share * taken)
+    waiting = jnp.sum(at, lanes, dtype=jnp.float32)
+    runs, lost_now = blocks_that_run(jnp, waiting, lost[(0,) * len(lanes)], costs, waits)
     return [jnp.broadcast_to(runs, at.shape), jnp.broadcast_to(lost_now, lost.shape)]
+
+
+def blocks_that_run(xp: Any, waiting: Any, lost: Any, costs: Sequence[float], waits: Sequence[bool]) -> tuple[Any, Any]:
+    """Which blocks run, and what lanes at each have then lost, with the functions of `xp`, NumPy or jax.numpy.
+
+    `waiting`: how many lanes are at each block.
+    """
+    cost, of_iteration = np.asarray(costs[:-1], np.float32), np.float32(costs[-1])
+    is_due = (lost >= LOST * cost) & (waiting > 0)
+    has_most = xp.arange(len(cost), dtype=np.int32) == xp.argmax(waiting).astype(np.int32)
+    runs = is_due | has_most | ~np.array(waits)
+    taken = of_iteration + xp.sum(xp.where(runs, cost, np.float32(0)))
+    share = waiting / xp.maximum(xp.sum(waiting), np.float32(1))
+    return runs, xp.where(runs, np.float32(0), lost + share * taken)
 
 
 def _jvp(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:

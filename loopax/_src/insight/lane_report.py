@@ -1,5 +1,7 @@
 """What a batch of loops wastes: `lane_report`."""
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +11,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from loopax._src.core.ir.annotations import BlockInfo
 from loopax._src.core.ir.lanes import REFILL_AT, Compact, LanesLike, group_sizes, stages, to_lanes
 from loopax._src.core.jaxpr.cost import StepCost
 from loopax._src.extras import optional
+from loopax._src.insight.nest_report import Nested, nest_in_free_lanes, nest_in_lockstep
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import LoopInfo, describe
 from loopax._src.queues.lanes_stream import LanesStream
@@ -79,28 +83,6 @@ def _stretch(steps: np.ndarray, lanes: int, start: int, end: int) -> Stretch:
 
 
 @dataclass(frozen=True)
-class Nested:
-    """Iterations of a batch of nested loops."""
-
-    iterations: int  # of the inner loop's body
-    outer_evaluations: int  # of what stands before and after it
-
-
-def nested_lockstep(inner: Sequence[np.ndarray]) -> Nested:
-    """Every outer step waits for the lane with the most inner steps; `inner`: those of each lane."""
-    most = max((len(lane) for lane in inner), default=0)
-    longest = [max(int(lane[k]) for lane in inner if k < len(lane)) for k in range(most)]
-    return Nested(sum(longest), most)
-
-
-def free_lanes(inner: Sequence[np.ndarray]) -> Nested:
-    """Lanes that do not wait: an outer step takes an iteration for each inner step, and one if there is none."""
-    ends = [np.cumsum(np.maximum(lane, 1)) for lane in inner]
-    iterations = max((int(lane[-1]) for lane in ends if len(lane)), default=0)
-    return Nested(iterations, len({int(end) for lane in ends for end in lane}))
-
-
-@dataclass(frozen=True)
 class LaneReport:
     """What a batch of loops computes with each way to run its lanes.
 
@@ -122,8 +104,10 @@ class LaneReport:
     sequential : list of Stretch
         The iterations of `Sequential()`, one lane at a time.
     nested, free : Nested or None
-        For nested loops in lockstep (`nested`) and with `Free()` (`free`): the number of iterations of both loops
-        together, and how often the code around the inner loop is evaluated.
+        For nested loops in lockstep (`nested`) and with `Free()` (`free`): the number of `iterations`; and of each
+        block, from the inside out, how often it is evaluated for the batch (`evaluations`), and the share of the lanes
+        that take a step there (`useful`). Blocks are a step of the innermost loop, and what stands around a loop in a
+        step of the loop around it.
 
     """
 
@@ -160,9 +144,12 @@ class LaneReport:
             same = "  as in lockstep: too few lanes" if name.startswith("compact") and len(stretches) == 1 else ""
             lines.append(f"{name:<28}{iterations:>12}{lane_steps:>12}{self.share(stretches):>9.0%}{same}")
         if self.nested and self.free:
-            lines.append(f"{'nested':<28}{'iterations':>12}{'outer part evaluated':>23}")
+            lines.append(f"{'nested loops':<28}{'evaluated':>12}{'lane-steps':>12}{'useful':>9}")
             for name, found in (("lockstep", self.nested), ("free", self.free)):
-                lines.append(f"{name:<28}{found.iterations:>12}{found.outer_evaluations:>23}")
+                levels = len(found.evaluations)
+                for place, (times, useful) in enumerate(zip(found.evaluations, found.useful, strict=True)):
+                    block = f"rest of loop {levels - place}" if place else f"steps of loop {levels}"
+                    lines.append(f"{f'{name}: {block}':<28}{times:>12}{times * len(steps):>12}{useful:>9.0%}")
         return "\n".join(lines)
 
     def plot(self, stretches: list[Stretch] | None = None, axes: Any = None) -> Any:
@@ -186,7 +173,9 @@ class LaneReport:
 
 
 @api_boundary
-def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -> LaneReport:
+def lane_report(
+    info: Any, inner: Any = None, *, lanes: LanesLike = "compact", blocks: Sequence[BlockInfo] = ()
+) -> LaneReport:
     """Report how much of a batch's computation is wasted, for each way to run its lanes.
 
     ::
@@ -202,10 +191,14 @@ def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -
     inner
         For nested loops: the numbers of steps of the inner loop in each outer step, as a `LoopInfo` or an array. The
         last axis is that of the outer steps. Return the inner `num_steps` as a row of `ys` of an outer `scan`. Rows
-        beyond a lane's own steps are ignored. None: the loops are not nested.
+        beyond a lane's own steps are ignored. For loops in each other, a tuple of these, from the outside in: the last
+        axes are those of the steps of all loops around the loop. None: the loops are not nested.
     lanes
         How the batch runs, as in the loop. `Compact(...)` has options that the report follows; all ways to run lanes
         are reported in any case.
+    blocks
+        For nested loops: the `blocks` of the outermost loop in an explanation (`explain(f, ...)`). Free lanes are then
+        taken to wait at dear blocks, as they do there. Empty: no lane waits.
 
     Returns
     -------
@@ -219,13 +212,15 @@ def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -
         - `info` or `inner` is traced; make reports outside of `jit`.
     ValueError
         - `inner` does not have one row for each lane, or has fewer outer steps than a lane took.
+        - There is not one block for each loop: a body holds loops one after another, or a cheap inner loop is a part of
+          its block.
         - A number of steps is negative.
         - `lanes` is unknown.
 
     Notes
     -----
     No loop is run: the report follows from the numbers of steps. Its time and memory depend on the number of lanes, and
-    not on their steps.
+    not on their steps; for nested loops, they grow with the steps.
 
     """
     if isinstance(info, LanesStream):
@@ -237,8 +232,15 @@ def lane_report(info: Any, inner: Any = None, *, lanes: LanesLike = "compact") -
     how = chosen if isinstance(chosen, Compact) else Compact()
     nested = free = None
     if inner is not None:
-        rows = _rows_of_lanes(steps, _counts("inner", inner))
-        nested, free = nested_lockstep(rows), free_lanes(rows)
+        levels = _levels(steps, inner if type(inner) is tuple else (inner,))
+        if blocks and len(blocks) != len(levels):
+            raise ValueError(
+                f"lane_report(blocks=...): got {len(blocks)} blocks, expected {len(levels)}, one for each loop in "
+                "`info` and `inner`. Where `explain` lists fewer, a cheap inner loop is a part of its block: leave its "
+                "steps out. Where it lists more, loops stand one after another in a body: leave `blocks` out, and no "
+                "lane is taken to wait."
+            )
+        nested, free = nest_in_lockstep(levels), nest_in_free_lanes(levels, blocks)
     in_lockstep = [_stretch(steps, len(steps), 0, int(steps.max(initial=0)))]  # all lanes until the slowest is done
     one_by_one = [Stretch(1, steps.sum(keepdims=True), np.ones(1, np.int64))]
     return LaneReport(steps, in_lockstep, in_groups(steps, how), in_stages(steps, how), one_by_one, nested, free)
@@ -276,15 +278,23 @@ def _refuse_negative(name: str, counts: np.ndarray, wrong: np.ndarray) -> None:
     raise ValueError(f"lane_report({name}=...): {name}{place} is {counts[first]}, expected 0 or more steps.")
 
 
-def _rows_of_lanes(steps: np.ndarray, inner: np.ndarray) -> list[np.ndarray]:
-    """The inner steps of each lane, in the outer steps that it took."""
-    given, inner = inner, inner.reshape(-1, inner.shape[-1]) if inner.ndim > 1 else inner.reshape(1, -1)
-    if len(inner) != len(steps) or inner.shape[1] < steps.max(initial=0):
-        raise ValueError(
-            f"lane_report(inner=...): got {inner.shape[0]} lanes of {inner.shape[1]} outer steps, expected "
-            f"{len(steps)} lanes of at least {steps.max(initial=0)}, as `info` has. Return the inner loop's "
-            "`num_steps` as a row of `ys` of the outer scan."
-        )
-    is_taken = np.arange(inner.shape[1]) < steps[:, None]
-    _refuse_negative("inner", given, (is_taken & (inner < 0)).reshape(given.shape))
-    return [row[:count] for row, count in zip(inner, steps, strict=True)]
+def _levels(steps: np.ndarray, inner: Sequence[Any]) -> list[np.ndarray]:
+    """The steps of the loops of each level, int64[lanes, *steps around it]; zeros where a lane takes no such step."""
+    levels, is_taken = [steps], np.ones(len(steps), bool)
+    for number, value in enumerate(inner):
+        name = "inner" if len(inner) == 1 else f"inner[{number}]"
+        given, most = _counts(name, value), [int(level.max(initial=0)) for level in levels]
+        shape = given.shape[given.ndim - len(levels) :] if given.ndim >= len(levels) else ()
+        fits = shape[:-1] == levels[-1].shape[1:] and given.size == len(steps) * math.prod(shape)
+        if not shape or not fits or any(map(operator.lt, shape, most)):
+            around = " x ".join(map(str, most))
+            raise ValueError(
+                f"lane_report({name}=...): got shape {given.shape}, expected {len(steps)} lanes of at least {around} "
+                "steps of the loops around it, as `info` has. Return the inner loop's `num_steps` as a row of `ys` of "
+                "the outer scan."
+            )
+        found = given.reshape(len(steps), *shape)
+        is_taken = is_taken[..., None] & (np.arange(shape[-1]) < levels[-1][..., None])
+        _refuse_negative(name, given, (is_taken & (found < 0)).reshape(given.shape))
+        levels.append(np.where(is_taken, found, 0))
+    return levels

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from loopax._src.core.ir.lanes import Compact, Stage, group_sizes, stages
 from loopax._src.insight import lane_report as occupancy
+from loopax._src.insight.nest_report import Nested
 
 COMPACT = st.builds(Compact, st.sampled_from([2, 2.5, 3, 7]), st.integers(1, 50))
 STEPS = st.lists(st.integers(0, 30), max_size=80).map(lambda steps: np.array(steps, np.int64))
@@ -59,7 +60,7 @@ def test_every_step_is_taken_once(compact, steps):
 
 
 def test_nested_loops_by_hand():
-    inner = [np.array([3, 0, 1]), np.array([1, 4])]
-    assert occupancy.nested_lockstep(inner) == occupancy.Nested(iterations=3 + 4 + 1, outer_evaluations=3)
-    # The first lane ends outer steps in iterations 3, 4 and 5, the second one in 1 and 5.
-    assert occupancy.free_lanes(inner) == occupancy.Nested(iterations=5, outer_evaluations=4)
+    report = occupancy.lane_report([3, 2], [[3, 0, 1], [1, 4, 99]])
+    assert report.nested == Nested(3 + 4 + 1, (8, 3), (9 / 16, 5 / 6))
+    # The first lane ends outer steps in iterations 4, 5 and 6, the second one in 2 and 6. Both begin in the first.
+    assert report.free == Nested(6, (5, 5), (9 / 10, 5 / 10))

@@ -122,7 +122,8 @@ class Free(Lanes):
     step counts as one for each loop in it without steps.
 
     The body may hold any number of loops of loopax: one after another, in each other, in `loopax.cond` and
-    `loopax.switch`, in `jax.jit` and in `jax.checkpoint`. An inner loop whose length is the same for all lanes stays as it is.
+    `loopax.switch`, in `jax.jit` and in `jax.checkpoint`. An inner loop whose length is the same for all lanes stays as
+    it is.
 
     Raises
     ------
@@ -140,9 +141,11 @@ class Free(Lanes):
     Notes
     -----
     Cost: the code between the loops runs for all lanes whenever any lane needs it. In a large batch, this code runs in
-    nearly every iteration; in lockstep, it runs once per outer step. Free lanes are slower if this code costs more than
-    the saved inner steps. `lane_report` counts how often this code runs. Free lanes are also slower for a loop that is
-    not batched.
+    nearly every iteration; in lockstep, it runs once per outer step. So lanes wait for each other where it costs much.
+    Free lanes are slower if this code costs more than the saved inner steps. `lane_report` counts how often this code
+    runs. Free lanes are also slower for a loop that is not batched.
+
+    On a CPU, code that costs much runs for those lanes that need it, in batches of 32.
 
     Gradients: one loop is made of all, and `kind` of the outermost one says what is stored of its steps. A
     `jax.checkpoint` around an inner loop says nothing then, nor does its policy.
