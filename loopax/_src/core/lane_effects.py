@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import jax_internals as jaxi
+from loopax._src.core.ir.loop import loop_p
 from loopax._src.core.jaxpr.dependence import dependence, mixed_variables, mixes_lanes, operands_mixed_by
 from loopax._src.core.jaxpr.evaluate import batch_expanded, evaluated_by, jvp_expanded, rule_of
 from loopax._src.core.jaxpr.types import batch_if_mapped
@@ -16,6 +17,7 @@ from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakl
 from loopax._src.core.masking import When, fill_inactive, own_if_active_p, pick
 from loopax._src.core.own_arrays import Inner, inner_of, own_values, walks
 from loopax._src.core.row_buffers import VERSION, operands_where, writes
+from loopax._src.core.stopped_loops import holds_stoppable, stopped
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, inner_jaxprs, jaxpr_as_fun
 
 Evaluated = Callable[..., list[Any]]  # f(active, *inputs)
@@ -154,6 +156,8 @@ def guarded(
             return filled[atom]
 
         def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            if eqn.primitive is loop_p and when == "in_derivatives":
+                operands = stopped(active, eqn, operands)
             taken = values.taken.get(id(eqn))
             seen = [variable in mixed for variable in eqn.outvars]
             if taken is None:
@@ -233,7 +237,7 @@ def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     if guard.left and jaxi.is_sum(eqn):
         (total,) = bind_again(eqn, operands)
         return [pick(active, total, operands[guard.own.index(True)])]
-    if not (any(guard.own) or (_acts(eqn) and _may_act(guard))):
+    if not _asks_who_is_active(guard):
         return bind_again(eqn, operands)
     if eqn.primitive in guards:
         return guards[eqn.primitive](guard, operands)
@@ -251,6 +255,15 @@ def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     types = tuple(variable.aval for variable in eqn.outvars)
     only_if = OnlyIf(eqn.primitive, tuple(eqn.params.items()), types, frozenset(eqn.effects))
     return only_if_p.bind(active, *operands, **only_if._asdict())
+
+
+def _asks_who_is_active(guard: _Guard) -> bool:
+    """Whether what an equation computes or does depends on it, or a lane may stay in a loop in it for long."""
+    eqn = guard.eqn
+    if any(guard.own) or (_acts(eqn) and _may_act(guard)):
+        return True
+    is_kept = eqn.primitive is loop_p or guard.when != "in_derivatives"
+    return not is_kept and any(map(holds_stoppable, inner_jaxprs(eqn)))
 
 
 def _may_act(guard: _Guard) -> bool:

@@ -39,10 +39,10 @@ from loopax._src.core.ir.lanes import (
     group_sizes,
     stages,
 )
-from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, run
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, run, steps_differ
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.cost import step_cost
-from loopax._src.core.jaxpr.dependence import dependence, dependence_fixpoint
+from loopax._src.core.jaxpr.dependence import dependence
 from loopax._src.core.jaxpr.types import Axis
 from loopax._src.core.jaxpr.util import (
     INDEX,
@@ -336,8 +336,5 @@ LOOPS = BatchRules(
     run=_run,
     operand_axes=lambda loop: [0] * (1 + loop.carry_range.stop) + [1] * len(loop.input_avals.xs),
     result_axes=lambda loop: result_axes(loop, 0, 0).leaves,
-    steps_differ=lambda loop, mapped: (
-        any(mapped[:2])
-        or (loop.predicated and dependence_fixpoint(loop.body, (False, *mapped[2:]), loop.carry_range)[0])
-    ),
+    steps_differ=steps_differ,
 )

@@ -21,7 +21,7 @@ from loopax._src.core.ir.loop import NOT_STARTED, Loop, LoopInputs, LoopOutputs,
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.ir.reverse_sweep import ReverseSweep
 from loopax._src.core.jaxpr.accumulate import summing_in_place
-from loopax._src.core.jaxpr.dependence import is_arithmetic, is_elementwise, mixed_inputs
+from loopax._src.core.jaxpr.dependence import is_arithmetic, is_elementwise, mixed_inputs, mixing_primitive
 from loopax._src.core.jaxpr.types import Axis, axes_of, fill_axis, lane_avals, uniform_body
 from loopax._src.core.jaxpr.util import (
     MOST_STEPS,
@@ -48,6 +48,7 @@ from loopax._src.core.masking import (
     walked_limits,
 )
 from loopax._src.core.own_arrays import kept_by_lanes
+from loopax._src.core.stopped_loops import holds_stoppable
 from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
 
 # One step of a batch of loops that stop at different times.
@@ -69,7 +70,8 @@ def lane_function(
 
     Such a lane goes on with the inputs that are its `own` as they are, and these outputs are `left` to it.
     """
-    if acts(body) or any(own):
+    may_stay = when == "in_derivatives" and holds_stoppable(body)
+    if acts(body) or any(own) or may_stay:
         return jax.vmap(guarded(body, own, left, when), in_axes=(0, None, *axes_of(batched_inputs)), out_axes=0, **axis)
     plain = jax.vmap(jaxpr_as_fun(body), in_axes=(None, *axes_of(batched_inputs)), out_axes=0, **axis)
     return lambda _, *operands: plain(*operands)
@@ -165,8 +167,12 @@ def steps_of_each(low: Any, high: Any, axis: Axis) -> Any:
 
 
 def when_filled(body: ClosedJaxpr) -> When:
-    """When finished lanes need the operands of others: arithmetic is harmless until a derivative sums lanes."""
-    return "in_derivatives" if is_arithmetic(body) else "always"
+    """When finished lanes need the operands of others: arithmetic is harmless until a derivative sums lanes.
+
+    A finished lane of which others see something takes the steps of loops in the body, too.
+    """
+    is_harmless = is_arithmetic(body) and not (holds_stoppable(body) and mixing_primitive(body))
+    return "in_derivatives" if is_harmless else "always"
 
 
 def lanes_body(

@@ -34,7 +34,13 @@ from loopax._src.core.ir.annotations import DebugInfo, Names, Reporting
 from loopax._src.core.ir.lanes import Lanes, Lockstep
 from loopax._src.core.ir.plan import Saving
 from loopax._src.core.jaxpr.accumulate import Carried
-from loopax._src.core.jaxpr.dependence import Dependence, close_over_carry, mixed_inputs_of_steps, union
+from loopax._src.core.jaxpr.dependence import (
+    Dependence,
+    close_over_carry,
+    dependence_fixpoint,
+    mixed_inputs_of_steps,
+    union,
+)
 from loopax._src.core.jaxpr.types import (
     Axes,
     Expected,
@@ -380,6 +386,13 @@ def loop_dependence(eqn: Any, of_program: Dependence) -> list[int]:
     everywhere = low | high | (carry[0] if loop.predicated else 0)
     ys = [union(ends, bits) for bits in needed.ys]
     return [everywhere | bits for bits in loop.results_from(0, LoopOutputs(carry, ys), 0).leaves]
+
+
+def steps_differ(loop: Loop, mapped: Mask) -> bool:
+    """Whether lanes that have these of `low, high, *consts, *carry, *xs` of their own may take different steps."""
+    if any(mapped[:2]):
+        return True
+    return loop.predicated and dependence_fixpoint(loop.body, (False, *mapped[2:]), loop.carry_range)[0]
 
 
 def loop_mixed_operands(eqn: Any) -> list[bool]:

@@ -330,6 +330,8 @@ def mixed_inputs_of_steps(
 computed: dict[Primitive, Callable[[Any], Sequence[Any]]] = {}
 # Of loops: the limit on their steps, and whether it is loose: perhaps far above the steps that are taken.
 step_limits: dict[Primitive, Callable[[Any], tuple[int | None, bool]]] = {}
+# Of loops: whether a lane that has finished can be kept from taking a step (`core/stopped_loops.py`).
+stoppable: dict[Primitive, Callable[[Any], bool]] = {}
 
 
 # What programs are said to be: whether they end, or are a few elementwise operations.
@@ -347,10 +349,16 @@ def always_ends(jaxpr: ClosedJaxpr) -> bool:
 
 
 def is_arithmetic(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a program is operations on arrays, whose time no value makes longer; an unknown operation is none."""
+    """Whether a program is operations on arrays, whose time no value makes longer; an unknown operation is none.
+
+    So is a loop that a lane does not enter where it has finished.
+    """
     return not jaxpr.effects and all(
         all(map(is_arithmetic, inner_jaxprs(eqn)))
-        if jaxi.is_scan(eqn) or jaxi.is_cond(eqn) or jaxi.called(eqn) is not None
+        if jaxi.is_scan(eqn)
+        or jaxi.is_cond(eqn)
+        or (eqn.primitive in stoppable and stoppable[eqn.primitive](eqn))
+        or jaxi.called(eqn) is not None
         else jaxi.is_elementwise_operation(eqn) or jaxi.is_reduction_or_move(eqn)
         for eqn in jaxpr.eqns
     )
