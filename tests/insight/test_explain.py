@@ -528,6 +528,12 @@ def test_a_batch_that_waits():
     assert warned(jax.vmap(lambda x: lx.fori_loop(0, 10, lambda i, x: x * 1.5, x)), jnp.ones(100)) == []
     inner = lambda i, x: lx.fori_loop(0, i, lambda j, x: x * 1.5, x)
     assert warned(jax.vmap(lambda n: lx.fori_loop(0, n, inner, 1.0, lanes="free")), jnp.arange(100)) == []
+    inner_of = lambda n: lambda i, x: lx.fori_loop(0, n + i, lambda j, x: x * 1.5, x)
+    nest = lx.explain(jax.vmap(lambda n: lx.fori_loop(0, n, inner_of(n), 1.0)), jnp.arange(100))
+    assert ['`lanes="free"`' in warning.message for warning in nest.warnings if warning.name == "slowest-lane"] == [
+        True,  # of the outer loop
+        False,
+    ]
 
 
 def deep(x, **options):

@@ -297,6 +297,10 @@ def _round_trip(start: Any, end: Any, makers: dict[Any, Any]) -> Any:
     return cast if atom is start else None
 
 
+def _is_branch(found: FoundLoop) -> bool:
+    return found.loop.debug_info is not None and bool(found.loop.debug_info.branch)
+
+
 _TWICE = 2.0  # as good by an estimate, which is often wrong by half
 
 
@@ -327,6 +331,9 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
     if together >= _TWICE * expected.get(best, together or 1.0):
         name = best.removesuffix("()").lower()
         way = f'`lanes="{name}"` is expected to take {expected[best] / together:.0%} of the time. Or {way}'
+    if any(inner.waiting > 1 and not _is_branch(inner) for inner in found.inner):
+        free = "`loopax.rewrite_loops(f, lanes=\"free\")`" if found.library == "lax" else '`lanes="free"`'
+        way += f" With {free}, no lane waits in each step for the one that takes the most steps of a loop inside."
     here = f"{lanes} lanes run until the slowest of them is done, each step for all lanes"
     yield Advice("slowest-lane", found.source, f"{here}. Where their steps differ much, {way}")
 

@@ -296,6 +296,8 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
         if stored.evaluations is None:
             most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
             yield f"body evaluations: forward n; with the gradient {most}"
+        elif loop.blocks:
+            yield f"iterations of the loop that is made of all: at most {stored.evaluations} with the gradient{back}"
         else:
             bound = "" if loop.is_fixed else " for as many steps as the bound"
             counts = f"forward {loop.most_steps}, with the gradient {stored.evaluations}"
