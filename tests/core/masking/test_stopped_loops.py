@@ -82,15 +82,20 @@ def test_a_finished_lane_takes_no_step(form):
     assert 0 < found <= 9  # a start of the first lane would take 10 000
 
 
+def fills(inner):
+    """When operands of finished lanes are filled."""
+    closed = jax.make_jaxpr(jax.vmap(nested(inner), (None, 0, 0)))(1.0, STARTS, LENGTHS)
+    return {eqn.params["when"] for eqn in equations_in(closed) if eqn.primitive is fill_inactive_p}
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_filled_forward(form):
-    f = jax.vmap(nested(FORMS[form]), (None, 0, 0))
-    when = {
-        eqn.params["when"]
-        for eqn in equations_in(jax.make_jaxpr(f)(1.0, STARTS, LENGTHS))
-        if eqn.primitive is fill_inactive_p
-    }
-    assert when <= {"in_derivatives", "never"}
+    assert fills(FORMS[form]) <= {"in_derivatives", "never"}
+
+
+def test_a_lane_may_stay_in_what_is_no_loop_of_loopax():
+    assert "always" in fills(lambda w, y: lax.while_loop(lambda y: y < 8.0, lambda y: y + w, y))
+    assert "always" in fills(lambda w, y: ends_by_predicate(w, y) + jnp.linalg.inv(y[None, None])[0, 0])
 
 
 @pytest.mark.parametrize("form", FORMS)
