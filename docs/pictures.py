@@ -127,6 +127,9 @@ EXAMPLES = (
     "deep_equilibrium",
     "mixture_of_experts",
     "text_generation",
+    "nuts",
+    "bouncing_balls",
+    "constrained_least_squares",
 )
 
 
