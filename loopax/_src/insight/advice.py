@@ -332,7 +332,7 @@ def _slowest_lane(found: FoundLoop) -> Iterator[Advice]:
         name = best.removesuffix("()").lower()
         way = f'`lanes="{name}"` is expected to take {expected[best] / together:.0%} of the time. Or {way}'
     if any(inner.waiting > 1 and not _is_branch(inner) for inner in found.inner):
-        free = "`loopax.rewrite_loops(f, lanes=\"free\")`" if found.library == "lax" else '`lanes="free"`'
+        free = '`loopax.rewrite_loops(f, lanes="free")`' if found.library == "lax" else '`lanes="free"`'
         way += f" With {free}, no lane waits in each step for the one that takes the most steps of a loop inside."
     here = f"{lanes} lanes run until the slowest of them is done, each step for all lanes"
     yield Advice("slowest-lane", found.source, f"{here}. Where their steps differ much, {way}")

@@ -254,6 +254,18 @@ def _leaf_rows(leaves: tuple[Leaf, ...]) -> list[list[str]]:
     return rows
 
 
+def _evaluations(loop: LoopExplanation, stored: Stored) -> str:
+    """How often the body is evaluated."""
+    back = ", and n times the inverse" if stored.walks_back else ""
+    if stored.evaluations is None:
+        most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
+        return f"body evaluations: forward n; with the gradient {most}"
+    if loop.blocks:
+        return f"iterations of the loop that is made of all: at most {stored.evaluations} with the gradient{back}"
+    bound = "" if loop.is_fixed else " for as many steps as the bound"
+    return f"body evaluations: forward {loop.most_steps}, with the gradient {stored.evaluations}{back}{bound}"
+
+
 def _facts(loop: LoopExplanation) -> Iterator[str]:
     """Steps, kind, what is stored, and body evaluations."""
     stored, no_gradient = loop.stored, [f"no gradient: {loop.problem}"] if loop.problem else []
@@ -292,16 +304,7 @@ def _facts(loop: LoopExplanation) -> Iterator[str]:
         of_one = f", {in_bytes(loop.stored_bytes / loop.waiting)} for each lane" if loop.waiting > 1 else ""
         total = f"{in_bytes(loop.stored_bytes)}{of_one}{records}"
         yield f"gradient stores {f'{each} = {total}' if stored.size else 'nothing'}"
-        back = ", and n times the inverse" if stored.walks_back else ""
-        if stored.evaluations is None:
-            most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
-            yield f"body evaluations: forward n; with the gradient {most}"
-        elif loop.blocks:
-            yield f"iterations of the loop that is made of all: at most {stored.evaluations} with the gradient{back}"
-        else:
-            bound = "" if loop.is_fixed else " for as many steps as the bound"
-            counts = f"forward {loop.most_steps}, with the gradient {stored.evaluations}"
-            yield f"body evaluations: {counts}{back}{bound}"
+        yield _evaluations(loop, stored)
     else:
         yield from no_gradient
     if all(loop.operations):

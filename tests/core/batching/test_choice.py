@@ -190,13 +190,26 @@ def test_results_with_counts_are_those_of_lockstep(transform):
     assert_close(run(AutoLanes([3, 0, 7, 1])), run("lockstep"), 1e-4)
 
 
-@pytest.mark.parametrize(("rows", "is_alone"), [(5, one_function.MAKES_FUNCTIONS), (12, False)])
+@pytest.mark.parametrize(("rows", "is_alone"), [(5, one_function.MAKES_FUNCTIONS), (12, True)])
 def test_a_linear_solve(rows, is_alone):
-    """A small one of a lane alone stands in a function; a larger one calls a library for each lane of a batch, too."""
+    """A small one of a lane alone stands in a function; for a larger one, a library takes as long for each lane."""
     unit = jnp.eye(rows, dtype=jnp.float32)
     solve = lambda h: jnp.linalg.solve(jnp.outer(h, h) + unit, jnp.linalg.solve(unit, h))
     body = jax.make_jaxpr(lambda row, h: solve(h))(0, jax.ShapeDtypeStruct((rows,), jnp.float32))
     assert (chosen(AutoLanes(), body, 0, 64) == Sequential()) == is_alone
+
+
+@pytest.mark.parametrize("factorize", [jnp.linalg.cholesky, lambda a: jnp.linalg.qr(a)[1], jnp.linalg.eigvalsh])
+def test_a_factorization_costs_more_than_its_numbers(factorize):
+    """It is computed on one core, however many lanes there are."""
+    matrix = jax.ShapeDtypeStruct((20, 20), jnp.float32)
+    body = jax.make_jaxpr(lambda row, a: factorize(jnp.where(a > 9.0, 0.0, a)))(0, matrix)
+    cost, of_choice = (
+        step_cost(body, 0),
+        step_cost(jax.make_jaxpr(lambda row, a: jnp.where(a > 9.0, 0.0, a))(0, matrix), 0),
+    )
+    assert cost.of_lane > 5 * of_choice.of_lane
+    assert (cost.widest, of_choice.widest) == (0, 400)
 
 
 def halved(h, n, lanes):

@@ -84,7 +84,7 @@ class StepCost(NamedTuple):
     of_lane: float
     of_batch: float  # however many lanes there are
     alone: float  # a step of one lane without a batch
-    widest: int = 0  # the most numbers of a lane that one operation computes
+    widest: int = 0  # the numbers of a lane that one operation computes, in most of the work
 
     @property
     def is_cheap(self) -> bool:
@@ -145,10 +145,28 @@ def step_cost(body: ClosedJaxpr, num_consts: int) -> StepCost:
     work, calls = _total(eqns, _operation), costs().call * _total(eqns, _runs_by_itself)
     in_function = is_function(body)
     alone = _evaluation(eqns, 1, in_function) + overhead(in_function, True) + STEP_ALONE * costs().step
-    widest = max((_size(v.aval.shape) for eqn in eqns for v in eqn.outvars), default=0)
     here = calibration()
     of_batch = CALL_OF_BATCH * calls if here.platform == "cpu" else calls + here.look
-    return StepCost(work, of_batch, alone, widest)
+    return StepCost(work, of_batch, alone, _widest(eqns))
+
+
+def _widest(eqns: Sequence[Any]) -> int:
+    """The numbers that an operation computes: so many, or more, in half of the work. LAPACK computes on one core."""
+    work: dict[int, float] = {0: 0.0}  # by that number
+
+    def of_operation(eqn: Any) -> float:
+        is_on_one = bool(jaxi.factorized_elements(eqn))
+        size = 0 if is_on_one else max((_size(v.aval.shape) for v in eqn.outvars), default=0)
+        work[size] = work.get(size, 0.0) + _operation(eqn)
+        return 0.0
+
+    _total(eqns, of_operation)
+    done, half = 0.0, sum(work.values()) / 2
+    for size in sorted(work, reverse=True):
+        done += work[size]
+        if done >= half:
+            return size
+    return 0
 
 
 def _total(eqns: Sequence[Any], of_operation: Callable[[Any], float], of_step: float = 0.0) -> float:
@@ -195,6 +213,8 @@ def _operation(eqn: Any, lanes: int = 1, element: float | None = None) -> float:
         return product * 2 * size * _size([jaxi.products_per_result(eqn)])
     if jaxi.is_free(eqn):
         return 0.0
+    if elements := jaxi.factorized_elements(eqn):
+        return elements * costs().slow_function
     if jaxi.is_slow_function(eqn):
         return size * costs().slow_function
     if jaxi.is_function(eqn):
