@@ -12,6 +12,7 @@ from jax import Array, lax
 
 import loopax as lx
 from benchmarks import lanes
+from benchmarks.counter import Counter
 from benchmarks.groups import EQUINOX, Counts, Group, Target
 from benchmarks.measure import Case
 from benchmarks.short.programs import gated_unit
@@ -366,6 +367,51 @@ def three_levels() -> list[Group]:
     ]
 
 
+def wide_network(how: lx.Lanes, counter: Callable[[Array], Any] = lambda x: 0.0) -> Callable[..., Array]:
+    """A lane of two loops in each other, around a network whose step costs much."""
+
+    def lane(weights: Any, y: Array, counts: Array) -> Array:
+        def inner(_: Array, y: Array) -> Array:
+            h = y
+            for w in weights:
+                h = jnp.tanh(h @ w)
+            return y + 0.1 * h + 0.0 * counter(y[0])
+
+        outer = lambda y, n: (0.9 * lx.fori_loop(0, n, inner, y, max_steps=40), None)
+        return (lx.scan(outer, y, counts, lanes=how)[0] ** 2).sum()
+
+    return lane
+
+
+def wide_arguments(size: int) -> tuple[Any, ...]:
+    """So many lanes."""
+    random = np.random.RandomState(0)
+    weights = [jnp.asarray(0.1 * random.randn(*shape), jnp.float32) for shape in ((16, 256), (256, 256), (256, 16))]
+    return weights, jnp.asarray(random.randn(size, 16), jnp.float32), heavy_tailed(size, 30)
+
+
+def gathered() -> Group:
+    """Free lanes whose steps are gathered."""
+    programs = {
+        "loopax lockstep": vmapped(wide_network(lx.Lockstep())),
+        "loopax free": vmapped(wide_network(lx.Free())),
+    }
+    return Group(
+        "128 lanes of two loops around a network with 256 units, counts of heavy tail: forward",
+        [Case(key, program, wide_arguments(128)) for key, program in programs.items()],
+        [Target("time", "loopax free", "loopax lockstep", 0.4)],
+        rounds=9,
+    )
+
+
+def gathered_evaluations() -> dict[str, Any]:
+    """Of the network, lane by lane: free lanes are gathered in batches of 16."""
+    counter, (weights, starts, counts) = Counter(), wide_arguments(224)
+    batches = counter.of(jax.jit(vmapped(wide_network(lx.Free(), counter))), weights, starts, counts)
+    needed = int(counts.sum())
+    return {"evaluated": 16 * batches, "needed": needed, "evaluated / needed": 16 * batches / needed}
+
+
 def nested_iterations() -> dict[str, Any]:
     """Batched iterations of the same."""
     _, (_, steps) = jax.jit(jax.vmap(slice_sampler(lx.Lockstep())))(*sampler_arguments())
@@ -402,6 +448,7 @@ def groups() -> list[Group]:
         nested(OBSERVATIONS, 1 / 1.5),
         nested(OBSERVATIONS // 64, 1.0),
         *three_levels(),
+        gathered(),
     ]
 
 
@@ -409,5 +456,6 @@ def counts() -> list[Counts]:
     """What is counted once."""
     return [
         Counts("256 chains of slice sampling: batched iterations", nested_iterations),
+        Counts("224 lanes of two loops around a network: evaluations of the step", gathered_evaluations),
         Counts("PLAID: steps of the cell in one epoch, forward", series_steps),
     ]

@@ -15,7 +15,7 @@ LANES, HIDDEN = 128, 256
 RANDOM = np.random.RandomState(0)
 WEIGHTS = [RANDOM.randn(*shape) * 0.1 for shape in [(4, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4)]]
 STARTS = RANDOM.randn(LANES, 4)
-COUNTS = np.minimum(RANDOM.pareto(1.0, (LANES, 3)) * 2, 12).astype(int)
+COUNTS = 1 + np.minimum(RANDOM.pareto(1.0, (LANES, 3)) * 2, 11).astype(int)
 COUNTER = LaneCounter()
 
 
@@ -48,15 +48,15 @@ def test_evaluations_are_those_of_batches_of_the_lanes_at_the_block():
     calls, evaluations = COUNTER.of(f, WEIGHTS, STARTS, COUNTS)
     needed = COUNTS.sum(1)
     at_block = [int((needed > i).sum()) for i in range(needed.max())]  # no lane waits here
-    assert evaluations == calls * 32
-    assert calls == sum(-(-lanes // 32) for lanes in at_block)
-    assert evaluations <= 0.75 * LANES * needed.max()  # those of all lanes in each iteration
+    assert evaluations == calls * 16
+    assert calls == sum(-(-lanes // 16) for lanes in at_block)
+    assert evaluations <= 0.7 * LANES * needed.max()  # those of all lanes in each iteration
 
 
 def test_values():
     wanted = mapped(program("lockstep"))(WEIGHTS, STARTS, COUNTS)
     assert_close(mapped(program("free"))(WEIGHTS, STARTS, COUNTS), wanted)
-    few = slice(0, 40)  # one batch of 32 and a part: these stay together
+    few = slice(0, 60)  # too few for batches
     assert_close(mapped(program("free"))(WEIGHTS, STARTS[few], COUNTS[few]), wanted[few])
 
 
@@ -86,7 +86,7 @@ def test_what_costs_little_and_what_is_large_is_not_gathered():
         body = jax.make_jaxpr(lambda _, w, x: jnp.tanh(x @ w) @ w.T)(0, w, x)
         return gathered(IfGathered(), body, 1, [jax.typeof(x)], lanes)
 
-    assert how(64, 512, 64) == Compact()
+    assert how(64, 512, 64) == Compact(min_lanes=16)
     assert how(63, 512, 64) == how(None, 512, 64) == Lockstep()  # no two batches; lanes on several devices
     assert how(64, 16) == Lockstep()  # costs little
     assert how(64, 8, 2**12) == Lockstep()  # more is moved than computed

@@ -70,9 +70,11 @@ def gathered(how: Lanes, body: ClosedJaxpr, num_consts: int, moved: Sequence[Any
     """How so many lanes of a loop of one step or none run; `moved`: the types of what each has of its own."""
     if not isinstance(how, IfGathered):
         return how
-    if not isinstance(lanes, int) or lanes < 2 * fewest_lanes(Compact(), CPU_LANES) or kept_together(Compact(), body):
+    fewest = fewest_lanes(Compact(), CPU_LANES)
+    if not isinstance(lanes, int) or lanes < 2 * fewest or kept_together(Compact(), body):
         return Lockstep()
-    return Compact() if step_cost(body, num_consts).gathers(moved, lanes) else Lockstep()
+    # Half of what a group has: what is left over in the last batch is computed in vain, in each step.
+    return Compact(min_lanes=fewest // 2) if step_cost(body, num_consts).gathers(moved, lanes) else Lockstep()
 
 
 def of_parts(how: Lanes, body: ClosedJaxpr, num_consts: int) -> Lanes:

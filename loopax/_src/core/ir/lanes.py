@@ -145,7 +145,7 @@ class Free(Lanes):
     Free lanes are slower if this code costs more than the saved inner steps. `lane_report` counts how often this code
     runs. Free lanes are also slower for a loop that is not batched.
 
-    On a CPU, code that costs much runs for those lanes that need it, in batches of 32.
+    On a CPU, code that costs much runs for those lanes that need it, in batches of 16.
 
     Gradients: one loop is made of all, and `kind` of the outermost one says what is stored of its steps. A
     `jax.checkpoint` around an inner loop says nothing then, nor does its policy.
