@@ -201,6 +201,28 @@ OUTPUTS: list[Mistake] = [
 ]
 
 
+def lanes(make: Any) -> Any:
+    """A batch of as many lanes as there are rows."""
+    return jax.vmap(make)(jnp.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: lanes(lambda x: lx.Buffer(3, like=x).append(x)).rows, "Buffer.rows"),
+        (lambda: lanes(lambda x: lx.Buffer(3, like=x).append(x))[0], "Buffer[index]"),
+        (lambda: lanes(lambda x: lx.Buffer(3, like=x).append(x)).append(1.0), "Buffer.append"),
+        (lambda: lanes(lambda x: lx.History(3, like=x).push(x)).mask, "History.mask"),
+        (lambda: lanes(lambda x: lx.History(3, like=x).push(x)).push(1.0), "History.push"),
+        (lambda: lanes(lambda x: lx.History(3, jnp.ones((3, 9999)) * x)).rows, "History.rows"),
+        (lambda: lanes(lambda x: lx.History(3, jnp.ones((3, 9999)) * x))[-1], "History[index]"),
+    ],
+)
+def test_a_batch_is_not_read_as_one(call: Any, name: str) -> None:
+    with raises(ValueError, name, "a batch of lanes (3,)", "`jax.vmap("):
+        call()
+
+
 @pytest.mark.parametrize(("call", "error", "says"), [*BUFFERS, *HISTORIES, *OUTPUTS])
 def test_mistakes(call: Any, error: Any, says: list[str]) -> None:
     with raises(error, *says):

@@ -11,7 +11,7 @@ from loopax._src.core import row_buffers as rows_of
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.frontend.options import one_bool
 from loopax._src.frontend.raising import AMOUNT
-from loopax._src.frontend.rows import matching_row, one_index, row_types
+from loopax._src.frontend.rows import matching_row, one_index, refuse_batch, row_types
 from loopax._src.frontend.run_time_checks import Check, settle
 from loopax._src.jax_internals import api_boundary, where, zero, zeros
 from loopax._src.pytrees.leaves import RowByRow
@@ -103,6 +103,7 @@ class Buffer(RowByRow):
             The buffer is full. The error comes at run time, after the outermost loop; the row is not appended.
 
         """
+        refuse_batch("Buffer.append", self.count)
         row = matching_row("Buffer.append: the row", self._rows, row)
         when = one_bool("Buffer.append(when=...)", when)
         is_full = self.count >= self.capacity
@@ -132,6 +133,7 @@ class Buffer(RowByRow):
             The row has not been appended. The error comes at run time, after the outermost loop; the row is zero.
 
         """
+        refuse_batch("Buffer[index]", self.count)
         given, index = index, one_index("buffer", index, self.capacity)
         place = jnp.where(index < 0, index + self.count, index)
         # A count that is not valid (`EQX_ON_ERROR=nan`) is larger than any other.
@@ -152,6 +154,7 @@ class Buffer(RowByRow):
     @property
     def mask(self) -> Bool[Array, " capacity"]:
         """Whether each row of `rows` has been appended: True for the first `count` rows."""
+        refuse_batch("Buffer.rows", self.count)
         return jnp.arange(self.capacity, dtype=jnp.int32) < self.count
 
     @property

@@ -12,7 +12,7 @@ from loopax._src.core import row_buffers as buffers
 from loopax._src.core.jaxpr.util import stacked
 from loopax._src.frontend.options import SCAN, rows_of
 from loopax._src.frontend.raising import AMOUNT
-from loopax._src.frontend.rows import matching_row, one_index, row_types
+from loopax._src.frontend.rows import matching_row, one_index, refuse_batch, row_types
 from loopax._src.frontend.run_time_checks import Check, settle
 from loopax._src.jax_internals import api_boundary, keep_bits, on_device, zero, zeros
 from loopax._src.pytrees.leaves import describe, with_arrays
@@ -125,6 +125,7 @@ class History(eqx.Module):
             The row has another structure, shapes or dtypes than the other rows.
 
         """
+        refuse_batch("History.push", self._count if self._oldest is None else self._oldest)
         row = matching_row("History.push: the row", self._rows, row)
         oldest, count = self._oldest, self._count
         if oldest is None:
@@ -146,6 +147,7 @@ class History(eqx.Module):
     @property
     def mask(self) -> Bool[Array, " k"]:
         """Which of `rows` hold a value: the last `count` of them."""
+        refuse_batch("History.mask", self._count)
         return jnp.arange(self._size, dtype=jnp.int32) >= self._size - self.count
 
     @property
@@ -153,6 +155,7 @@ class History(eqx.Module):
         """All rows, `(k, ...)`, oldest first. Rows that hold no value yet are zero, and come before the others."""
         if self._oldest is None:
             return self._rows
+        refuse_batch("History.rows", self._oldest)
         order = (jnp.arange(self._size, dtype=jnp.int32) + self._oldest) % self._size
         in_order = partial(keep_bits, lambda rows, order: rows[order])
         return jax.tree.map(lambda rows: on_device(in_order, buffers.view(rows)[0], order), self._rows)
@@ -177,6 +180,7 @@ class History(eqx.Module):
 
         """
         size = self._size
+        refuse_batch("History[index]", self._count if self._oldest is None else self._oldest)
         given, index = index, one_index("history", index, size)
         if isinstance(index, int):
             place, checks = jnp.int32(index % size), []

@@ -117,3 +117,16 @@ def one_index(name: str, index: Any, size: int) -> int | Array:
         f"rows are read one at a time, at an integer: got {describe(index)}. All of them are `.rows`, an array that "
         "slices as others do."
     )
+
+
+def refuse_batch(name: str, number: Any) -> None:
+    """Raise for a batch of buffers or histories, as `jax.vmap` returns it: its first axis is not that of rows.
+
+    `number` is an int32 scalar of one of them; None: there is none.
+    """
+    if shape := getattr(number, "shape", ()):
+        what = name.removesuffix("[index]").partition(".")[0].lower()
+        raise ValueError(
+            f"{name}: this is a batch of lanes {shape}, and the call is for one {what}. Map it, too: "
+            f"`jax.vmap(lambda {what}: {what}...)`."
+        )
