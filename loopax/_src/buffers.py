@@ -35,7 +35,7 @@ class Buffer(RowByRow):
 
     A buffer is immutable: `append` returns a new buffer. Put a buffer into the carry of a loop, also of nested loops,
     and append a row when there is something to keep: an accepted step of a solver, an event. Under `jax.vmap` each lane
-    has its own count.
+    has its own count. The batch that `jax.vmap` returns is read by another one: `jax.vmap(lambda buffer: buffer.rows)`.
 
     Appended rows never change. Therefore rows are written in place, and reverse mode stores no copy of the buffer. The
     cost of a step does not depend on the capacity.
