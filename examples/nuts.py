@@ -14,6 +14,7 @@ five weeks, a line for each (Gelfand, Hills, Racine-Poon and Smith 1990).
 """
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -104,14 +105,14 @@ POSTERIORS = {
 
 def adapted(posterior: Posterior) -> tuple[Parameters, dict[str, Any]]:
     """A draw, and step size and masses that suit."""
-    warmup = blackjax.window_adaptation(blackjax.nuts, posterior.log_density)
+    warmup: Any = blackjax.window_adaptation(blackjax.nuts, posterior.log_density)
     (state, parameters), _ = jax.jit(lambda key: warmup.run(key, posterior.start, WARMUP))(jax.random.key(0))
     return state.position, parameters
 
 
 def of_blackjax(posterior: Posterior, parameters: dict[str, Any], draws: int) -> Callable[..., Any]:
     """As its documentation writes it."""
-    nuts = blackjax.nuts(posterior.log_density, **parameters, max_num_doublings=DOUBLINGS)
+    nuts: Any = blackjax.nuts(posterior.log_density, **parameters, max_num_doublings=DOUBLINGS)
 
     def chain(key: Array, start: Parameters) -> Any:
         def draw(state: Any, key: Array) -> Any:
@@ -125,7 +126,7 @@ def of_blackjax(posterior: Posterior, parameters: dict[str, Any], draws: int) ->
 
 def of_numpyro(posterior: Posterior, parameters: dict[str, Any], draws: int) -> Callable[..., Any]:
     """The functions below its `MCMC`."""
-    from numpyro.infer.hmc import hmc
+    hmc = import_module("numpyro.infer.hmc").hmc
 
     init, sample = hmc(potential_fn=lambda q: -posterior.log_density(q), algo="NUTS")
 

@@ -17,7 +17,7 @@ from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakl
 from loopax._src.core.masking import When, fill_inactive, own_if_active_p, pick
 from loopax._src.core.own_arrays import Inner, inner_of, own_values, walks
 from loopax._src.core.row_buffers import VERSION, operands_where, writes
-from loopax._src.core.stopped_loops import holds_stoppable, stopped
+from loopax._src.core.stopped_loops import entered, holds_stoppable
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, inner_jaxprs, jaxpr_as_fun
 
 Evaluated = Callable[..., list[Any]]  # f(active, *inputs)
@@ -156,8 +156,6 @@ def guarded(
             return filled[atom]
 
         def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-            if eqn.primitive is loop_p and when == "in_derivatives":
-                operands = stopped(active, eqn, operands)
             taken = values.taken.get(id(eqn))
             seen = [variable in mixed for variable in eqn.outvars]
             if taken is None:
@@ -227,6 +225,7 @@ guards: dict[Primitive, Callable[[_Guard, list[Any]], Sequence[Any]]] = {}
 
 
 def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
+    guard, operands = _entered(guard, operands)
     eqn, active = guard.eqn, guard.active
     if eqn.primitive in VERSION and guard.when != "effects":
         if any(guard.seen) and writes(eqn):
@@ -257,13 +256,24 @@ def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     return only_if_p.bind(active, *operands, **only_if._asdict())
 
 
+def _entered(guard: _Guard, operands: list[Any]) -> tuple[_Guard, list[Any]]:
+    """Of a loop in which a lane could stay for long with operands of its own: those with which it takes no step."""
+    if guard.eqn.primitive is not loop_p or guard.when != "in_derivatives":
+        return guard, operands
+    inside, operands = entered(guard.active, guard.eqn, operands)
+    return guard if _depends_on_activity(guard) else guard._replace(active=inside), operands
+
+
+def _depends_on_activity(guard: _Guard) -> bool:
+    return any(guard.own) or (_acts(guard.eqn) and _may_act(guard))
+
+
 def _asks_who_is_active(guard: _Guard) -> bool:
     """Whether what an equation computes or does depends on it, or a lane may stay in a loop in it for long."""
     eqn = guard.eqn
-    if any(guard.own) or (_acts(eqn) and _may_act(guard)):
+    if _depends_on_activity(guard):
         return True
-    is_kept = eqn.primitive is loop_p or guard.when != "in_derivatives"
-    return not is_kept and any(map(holds_stoppable, inner_jaxprs(eqn)))
+    return guard.when == "in_derivatives" and any(map(holds_stoppable, inner_jaxprs(eqn)))
 
 
 def _may_act(guard: _Guard) -> bool:

@@ -23,7 +23,7 @@ from loopax._src.core.jaxpr.access_order import all_computed
 from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.narrow import changed
-from loopax._src.core.jaxpr.types import batch_if_mapped, batch_in_front
+from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, batch_in_front, fill_axis
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, rewriting, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, map_programs
 
@@ -212,7 +212,7 @@ def _with_fills(becomes: dict[When, When]) -> Callable[[ClosedJaxpr], ClosedJaxp
 
     @rewriting
     def rewritten(eqn: Any) -> Any:
-        if eqn.primitive is not fill_inactive_p:
+        if eqn.primitive not in (fill_inactive_p, stop_inactive_p):
             return map_programs(eqn, rewritten)
         when = eqn.params["when"]
         return eqn.replace(params={**eqn.params, "when": becomes[when]}) if when in becomes else eqn
@@ -302,6 +302,37 @@ jaxi.register(
 )
 computed[fill_inactive_p] = lambda _: []  # it is fused with what reads it
 changed[fill_inactive_p] = 2
+
+
+# ---- what keeps lanes out of a loop that are not active: where they are filled, they take the steps of an active one.
+# Operands are `active, x, other`, each [*lanes]: `x`, but for lanes that are not active and not filled, which have
+# `other`.
+
+
+def _stopped(active: Any, x: Any, other: Any, *, when: When) -> list[Any]:
+    return [x if when in _FILLED else jnp.where(active, x, other)]
+
+
+def _stopped_jvp(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:
+    """No tangents: these are limits and predicates."""
+    (out,) = stop_inactive_p.bind(*primals, **params)
+    return [out], [ad.Zero(jax.typeof(out).to_tangent_aval())]
+
+
+def _batch_stopped(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    axis = Axis.of(axis_data)
+    in_front = [fill_axis(axis, x, dim) for x, dim in zip(operands, dims, strict=True)]
+    return stop_inactive_p.bind(*in_front, **params), [0]
+
+
+stop_inactive_p: Primitive = jaxi.new_primitive("stop_inactive")
+jaxi.register(
+    stop_inactive_p,
+    meaning=_stopped,
+    params=["when"],
+    jvp=_stopped_jvp,
+    batch=batch_if_mapped(stop_inactive_p, _batch_stopped),
+)
 
 
 # ---- of one lane: x, where a lane that is not active is given an active one's. Operands are `active, x`.

@@ -124,9 +124,7 @@ def _call_with_loop(eqn: Any) -> ClosedJaxpr | None:
 
 @weakly_cached
 def _flat(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose loops stand in no call."""
-    if not any(map(_call_with_loop, program.eqns)):
-        return program
+    """A program whose loops stand in no call, without those whose results nobody uses."""
     return trace(lambda *inputs: evaluate(program, inputs, bind_again, inlined=_call_with_loop), program.in_avals)
 
 

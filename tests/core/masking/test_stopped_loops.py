@@ -41,6 +41,7 @@ FORMS = {
     "jit": jax.jit(ends_by_predicate),
     "branch": lambda w, y: lx.cond(y < 7.0, ends_by_predicate, lambda w, y: y - w, w, y),
     "branch of lax": lambda w, y: lax.cond(y < 7.0, ends_by_predicate, lambda w, y: y - w, w, y),
+    "the same steps": lambda w, y: lx.fori_loop(0, 2, lambda _, y: ends_by_predicate(w, y) - 1.0, y),
     "scan": lambda w, y: lax.scan(lambda y, _: (ends_by_predicate(w, y) - 1.0, None), y, None, 2)[0],
 }
 
@@ -96,6 +97,39 @@ def test_nothing_is_filled_forward(form):
 def test_a_lane_may_stay_in_what_is_no_loop_of_loopax():
     assert "always" in fills(lambda w, y: lax.while_loop(lambda y: y < 8.0, lambda y: y + w, y))
     assert "always" in fills(lambda w, y: ends_by_predicate(w, y) + jnp.linalg.inv(y[None, None])[0, 0])
+    # A rule of its own is not told whether lanes are filled.
+    with_rule = jax.custom_jvp(ends_by_predicate)
+    with_rule.defjvp(lambda primals, tangents: (ends_by_predicate(*primals), tangents[0] + tangents[1]))
+    assert "always" in fills(with_rule)
+
+
+def leaves_no_domain(w, y):
+    """Only where the inner loop takes a step, as it does in each step of a lane that is active."""
+    t = lx.while_loop(lambda t: t < y, lambda t: t + 0.2 * w, 0.0)
+    return jnp.sqrt(w * t)
+
+
+def counts_steps(w, y):
+    k, s = lx.while_loop(lambda c: c[1] < y, lambda c: (c[0] + 1.0, c[1] + 0.2 * w), (0.0, 0.0))
+    return w * s / k
+
+
+@pytest.mark.parametrize("inner", [leaves_no_domain, counts_steps])
+@pytest.mark.parametrize("outer", ["fori_loop", "while_loop"])
+def test_derivatives_of_what_lanes_share(inner, outer):
+    """A lane that is given what an active one has takes the steps of that one."""
+
+    def f(w, y, n):
+        if outer == "fori_loop":
+            return lx.fori_loop(0, n, lambda _, y: inner(w, y), y, max_steps=4)
+        return lx.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, inner(w, c[1])), (0, y), max_steps=4)[1]
+
+    starts, lengths = np.array([0.9, 0.6, 0.75]), np.array([0, 2, 3])
+    first, second = (alone(lambda y, n, d=d: d(f)(1.0, y, n), starts, lengths).sum() for d in (jax.grad, jax.hessian))
+    total = lambda w: jax.vmap(f, (None, 0, 0))(w, starts, lengths).sum()
+    slopes = lambda w: jax.vmap(jax.grad(f), (None, 0, 0))(w, starts, lengths).sum()
+    found = jax.jit(lambda w: (jax.grad(total)(w), slopes(w), jax.hessian(total)(w), jax.grad(slopes)(w)))(1.0)
+    assert_close(found, (first, first, second, second))
 
 
 @pytest.mark.parametrize("form", FORMS)

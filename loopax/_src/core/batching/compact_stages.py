@@ -39,7 +39,7 @@ from loopax._src.core.ir.lanes import (
     group_sizes,
     stages,
 )
-from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, run, steps_differ
+from loopax._src.core.ir.loop import EMPTY_SLOT, Loop, deciding_operands, run
 from loopax._src.core.ir.plan import EveryResidual
 from loopax._src.core.jaxpr.cost import step_cost
 from loopax._src.core.jaxpr.dependence import dependence
@@ -336,5 +336,5 @@ LOOPS = BatchRules(
     run=_run,
     operand_axes=lambda loop: [0] * (1 + loop.carry_range.stop) + [1] * len(loop.input_avals.xs),
     result_axes=lambda loop: result_axes(loop, 0, 0).leaves,
-    steps_differ=steps_differ,
+    steps_differ=lambda loop, mapped: any(mapped[i] for i in deciding_operands(loop)),
 )

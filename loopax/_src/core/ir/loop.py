@@ -37,7 +37,7 @@ from loopax._src.core.jaxpr.accumulate import Carried
 from loopax._src.core.jaxpr.dependence import (
     Dependence,
     close_over_carry,
-    dependence_fixpoint,
+    dependence,
     mixed_inputs_of_steps,
     union,
 )
@@ -388,11 +388,20 @@ def loop_dependence(eqn: Any, of_program: Dependence) -> list[int]:
     return [everywhere | bits for bits in loop.results_from(0, LoopOutputs(carry, ys), 0).leaves]
 
 
-def steps_differ(loop: Loop, mapped: Mask) -> bool:
-    """Whether lanes that have these of `low, high, *consts, *carry, *xs` of their own may take different steps."""
-    if any(mapped[:2]):
-        return True
-    return loop.predicated and dependence_fixpoint(loop.body, (False, *mapped[2:]), loop.carry_range)[0]
+def deciding_operands(loop: Loop) -> list[int]:
+    """Which of `low, high, *consts, *carry, *xs` decide how many steps are taken; behind the first two, the predicate.
+
+    In a batch, lanes may take different steps if they have one of these of their own.
+    """
+    if not loop.predicated:
+        return [0, 1]
+    needed, first = dependence(loop.body), loop.carry_range.start
+    found, new = set[int](), {first}  # inputs of the body
+    while new:
+        found |= new
+        bits = [needed[i - first] for i in new if i in loop.carry_range]
+        new = {i for i in range(1, len(loop.body.in_avals)) if any(of >> i & 1 for of in bits)} - found
+    return [0, 1, first + 1, *(i + 1 for i in sorted(found - {first}))]
 
 
 def loop_mixed_operands(eqn: Any) -> list[bool]:

@@ -351,14 +351,22 @@ def always_ends(jaxpr: ClosedJaxpr) -> bool:
 def is_arithmetic(jaxpr: ClosedJaxpr) -> bool:
     """Whether a program is operations on arrays, whose time no value makes longer; an unknown operation is none.
 
-    So is a loop that a lane does not enter where it has finished.
+    So is a loop that a lane does not enter where it has finished, but in a function with derivatives of its own: what
+    is in its rules cannot be told whether it is to be entered.
     """
+
+    def holds_arithmetic(eqn: Any) -> bool:
+        if eqn.primitive in stoppable:
+            return stoppable[eqn.primitive](eqn)
+        if jaxi.is_custom(eqn) and any(
+            inner.primitive in stoppable for program in inner_jaxprs(eqn) for inner in equations_in(program)
+        ):
+            return False
+        return jaxi.is_scan(eqn) or jaxi.is_cond(eqn) or jaxi.called(eqn) is not None
+
     return not jaxpr.effects and all(
         all(map(is_arithmetic, inner_jaxprs(eqn)))
-        if jaxi.is_scan(eqn)
-        or jaxi.is_cond(eqn)
-        or (eqn.primitive in stoppable and stoppable[eqn.primitive](eqn))
-        or jaxi.called(eqn) is not None
+        if holds_arithmetic(eqn)
         else jaxi.is_elementwise_operation(eqn) or jaxi.is_reduction_or_move(eqn)
         for eqn in jaxpr.eqns
     )
