@@ -51,7 +51,7 @@ def chain(log_density: Callable[[Array], Array], step_size: float, key: Array, s
     """Draws, and the leapfrogs of each."""
     from blackjax import nuts as make_nuts
 
-    make: Any = make_nuts  # whose two forms of a call are overloaded by hand
+    make: Any = make_nuts
     masses = jnp.ones(len(start))
     nuts = make(log_density, step_size=step_size, inverse_mass_matrix=masses, max_num_doublings=DOUBLINGS)
 

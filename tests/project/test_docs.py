@@ -24,6 +24,8 @@ ON_LOCKED_JAX = f"jax=={jax.__version__}\n" in (ROOT / "requirements.lock").read
 
 ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
 
+PACKAGES = {"PyTorch": "torch", "BlackJAX": "blackjax"}  # by the titles of blocks that need them
+
 # Pages whose programs take long to compile, run by `make test-slow` and `make docs`.
 LONG = {
     "from-equinox.md",
@@ -33,6 +35,7 @@ LONG = {
     "lanes.md",
     "many-devices.md",
     "models.md",
+    "nested-loops.md",
     "rewrite.md",
     "trace-examples.md",
     "traces.md",
@@ -40,10 +43,10 @@ LONG = {
 
 
 def python(page: Path) -> list[Block]:
-    """What runs: all blocks of Python, but those of PyTorch where there is none."""
+    """What runs: all blocks of Python, but those of other packages where these are not installed."""
     found = [block for block in blocks(page) if block.language == "python"]
-    has_torch = importlib.util.find_spec("torch") is not None
-    return [block for block in found if block.title != "PyTorch" or has_torch]
+    missing = {title for title, module in PACKAGES.items() if importlib.util.find_spec(module) is None}
+    return [block for block in found if block.title not in missing]
 
 
 def with_programs() -> list[Any]:
