@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+pytest.importorskip("blackjax")
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double_precision")]
 
 
