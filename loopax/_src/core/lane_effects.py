@@ -156,6 +156,8 @@ def guarded(
             return filled[atom]
 
         def equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            if eqn.primitive is loop_p and when == "in_derivatives":
+                operands = entered(active, eqn, operands)
             taken = values.taken.get(id(eqn))
             seen = [variable in mixed for variable in eqn.outvars]
             if taken is None:
@@ -225,7 +227,6 @@ guards: dict[Primitive, Callable[[_Guard, list[Any]], Sequence[Any]]] = {}
 
 
 def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
-    guard, operands = _entered(guard, operands)
     eqn, active = guard.eqn, guard.active
     if eqn.primitive in VERSION and guard.when != "effects":
         if any(guard.seen) and writes(eqn):
@@ -256,24 +257,13 @@ def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     return only_if_p.bind(active, *operands, **only_if._asdict())
 
 
-def _entered(guard: _Guard, operands: list[Any]) -> tuple[_Guard, list[Any]]:
-    """Of a loop in which a lane could stay for long with operands of its own: those with which it takes no step."""
-    if guard.eqn.primitive is not loop_p or guard.when != "in_derivatives":
-        return guard, operands
-    inside, operands = entered(guard.active, guard.eqn, operands)
-    return guard if _depends_on_activity(guard) else guard._replace(active=inside), operands
-
-
-def _depends_on_activity(guard: _Guard) -> bool:
-    return any(guard.own) or (_acts(guard.eqn) and _may_act(guard))
-
-
 def _asks_who_is_active(guard: _Guard) -> bool:
     """Whether what an equation computes or does depends on it, or a lane may stay in a loop in it for long."""
     eqn = guard.eqn
-    if _depends_on_activity(guard):
+    if any(guard.own) or (_acts(eqn) and _may_act(guard)):
         return True
-    return guard.when == "in_derivatives" and any(map(holds_stoppable, inner_jaxprs(eqn)))
+    is_kept_out = eqn.primitive is loop_p or guard.when != "in_derivatives"
+    return not is_kept_out and any(map(holds_stoppable, inner_jaxprs(eqn)))
 
 
 def _may_act(guard: _Guard) -> bool:

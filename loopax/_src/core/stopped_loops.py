@@ -5,7 +5,7 @@ is thrown away (`core/masking.py`). In a loop alone could it stay for longer tha
 given the operands of an active lane, and takes the steps of that.
 
 Which operands lanes have of their own is known when JAX maps an equation. So this is a primitive, and its batching rule
-decides: a loop in which all lanes take the same steps stays as it is, and loops in that are looked at.
+decides: a loop in which all lanes take the same steps stays as it is.
 """
 
 from collections.abc import Sequence
@@ -16,45 +16,44 @@ import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.loop import Loop, deciding_operands, loop_p
-from loopax._src.core.jaxpr.dependence import stoppable
+from loopax._src.core.jaxpr.dependence import dependence, stoppable, to_bits
 from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis, is_batched
-from loopax._src.core.jaxpr.util import weakly_cached
+from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakly_cached
 from loopax._src.core.masking import stop_inactive_p
-from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, equations_in
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, ad, equations_in, inner_jaxprs
 
-# Operands are `active, low, high`, and the predicate of a loop that has one, with what decides about it. Results: what
-# may stop a lane that is not active, the predicate or else `high`; and whether a lane is active in the body.
+# Operands are `active, low, high`, and the predicate of a loop that has one, with what decides about it. The result is
+# what may stop a lane that is not active: the predicate, or else `high`.
 enter_p: Primitive = jaxi.new_primitive("enter_loop")
 
 
-def entered(active: Any, eqn: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Whether a lane is active in the body of a loop; and the operands of the loop, for a lane that may not be."""
+def entered(active: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of a loop, for a lane that takes no step of it if it is not active."""
     places = deciding_operands(Loop(**eqn.params))
     at = places[2] if len(places) > 2 else 1
-    new, inside = enter_p.bind(active, *(operands[i] for i in places))
-    return inside, [*operands[:at], new, *operands[at + 1 :]]
+    (new,) = enter_p.bind(active, *(operands[i] for i in places))
+    return [*operands[:at], new, *operands[at + 1 :]]
 
 
 def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any]) -> Any:
     at = 3 if len(operands) > 3 else 2
     if not any(is_batched(dims[1:])):
-        return [operands[at], operands[0]], [dims[at], dims[0]]
+        return [operands[at]], [dims[at]]
     axis = Axis.of(axis_data)
     active, low, given = (fill_axis(axis, operands[i], dims[i]) for i in (0, 1, at))
     other = jnp.zeros_like(given) if len(operands) > 3 else low
-    (new,) = stop_inactive_p.bind(active, given, other, when="in_derivatives")
-    return [new, jnp.ones((), bool)], [0, None]
+    return stop_inactive_p.bind(active, given, other, when="in_derivatives"), [0]
 
 
 def _jvp(primals: Sequence[Any], _: Sequence[Any]) -> Any:
-    """Limits, predicates and flags have no tangents."""
-    results = enter_p.bind(*primals)
-    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    """Limits and predicates have no tangents."""
+    (out,) = enter_p.bind(*primals)
+    return [out], [ad.Zero(jax.typeof(out).to_tangent_aval())]
 
 
 jaxi.register(
     enter_p,
-    meaning=lambda active, _, high, *decides: [*(decides or [high])[:1], active],
+    meaning=lambda _, __, high, *decides: [*decides, high][:1],
     params=[],
     jvp=_jvp,
     batch=batch_if_mapped(enter_p, _batch),
@@ -68,3 +67,28 @@ stoppable[loop_p] = lambda eqn: Loop(**eqn.params).derivative is None and Loop(*
 def holds_stoppable(program: ClosedJaxpr) -> bool:
     """Whether there is such a loop in a program."""
     return any(eqn.primitive is loop_p for eqn in equations_in(program))
+
+
+@weakly_cached
+def stop_suffices(body: ClosedJaxpr, mapped: Mask) -> bool:
+    """Whether a lane that takes no step of the loops in a body takes none of those in them, either.
+
+    Not where all lanes take the same steps of a loop that holds others. `mapped`: which inputs lanes have of their own.
+    """
+    flat = trace(lambda *inputs: evaluate(body, inputs, bind_again, inlined=jaxi.inlinable), body.in_avals)
+    own = to_bits(mapped)
+    for eqn in flat.eqns:
+        if eqn.primitive is not loop_p:
+            if any(map(_holds_loops_in_loops, inner_jaxprs(eqn))):
+                return False
+        elif any(map(holds_stoppable, inner_jaxprs(eqn))):
+            decide = [eqn.invars[i] for i in deciding_operands(Loop(**eqn.params))]
+            found = jaxi.replace_jaxpr(flat, outvars=[x for x in decide if not isinstance(x, Literal)])
+            if not any(bits & own for bits in dependence(found)):
+                return False
+    return True
+
+
+def _holds_loops_in_loops(program: ClosedJaxpr) -> bool:
+    loops = (eqn for eqn in equations_in(program) if eqn.primitive is loop_p)
+    return any(holds_stoppable(inner) for eqn in loops for inner in inner_jaxprs(eqn))

@@ -48,7 +48,7 @@ from loopax._src.core.masking import (
     walked_limits,
 )
 from loopax._src.core.own_arrays import kept_by_lanes
-from loopax._src.core.stopped_loops import holds_stoppable
+from loopax._src.core.stopped_loops import holds_stoppable, stop_suffices
 from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
 
 # One step of a batch of loops that stop at different times.
@@ -166,12 +166,14 @@ def steps_of_each(low: Any, high: Any, axis: Axis) -> Any:
     return jnp.broadcast_to(jnp.maximum(high - low, 0), (axis.size,))
 
 
-def when_filled(body: ClosedJaxpr) -> When:
+def when_filled(body: ClosedJaxpr, mapped: LoopInputs) -> When:
     """When finished lanes need the operands of others: arithmetic is harmless until a derivative sums lanes.
 
-    A finished lane of which others see something takes the steps of loops in the body, too.
+    A finished lane takes no step of a loop in the body: but one of which others see something does.
     """
-    is_harmless = is_arithmetic(body) and not (holds_stoppable(body) and mixing_primitive(body))
+    is_harmless = is_arithmetic(body)
+    if is_harmless and holds_stoppable(body):
+        is_harmless = not mixing_primitive(body) and stop_suffices(body, (False, *flatten(mapped)))
     return "in_derivatives" if is_harmless else "always"
 
 
@@ -186,7 +188,7 @@ def lanes_body(
     def body(row: Any, *operands: Any) -> list[Any]:
         # Before: [row, *consts, *carry, *xs] -> After: [row, [lows], [highs], *consts, *carry, *xs]
         limits, *groups = split_list(operands, [len(limit_avals), len(mapped.consts), len(mapped.carry)])
-        active, when = within_limits(row, limits, has_limits, axis), when_filled(closed)
+        active, when = within_limits(row, limits, has_limits, axis), when_filled(closed, mapped)
         return step_lanes(closed, axis, mapped, when, all(has_limits), active, row, LoopInputs(*groups))
 
     lanes = lane_avals(closed.in_avals[1:], flatten(mapped), axis)
@@ -345,7 +347,7 @@ def _lanes_loop(
     may_discard = takes_any_step(loop)
     # A cheap step that all lanes take, also those that are done: nothing is filled, and results are dropped. What lanes
     # share is repeated, so that a derivative that is NaN in a lane that is done is masked before lanes are summed.
-    when = "never" if may_discard else when_filled(loop.body)
+    when = "never" if may_discard else when_filled(loop.body, mapped)
     has_lanes = map_leaves(lambda _: True, mapped) if may_discard else mapped
     # There is a row in which no lane is active
     # - between the limits of two lanes, if lanes have starts and ends of their own;
