@@ -178,8 +178,8 @@ def draw(pixel: Array, spectra: Array, x: Array, steps: Int[np.ndarray, "pixels 
     figure = Figure(figsize=(5, 5.4), layout="constrained", dpi=150)
     mixture, occupancy = figure.subplots(2, 1)
     at = np.linspace(0, 1, BANDS)
-    for part in (spectra * x).T[np.asarray(x) > 0]:
-        mixture.fill_between(at, part, alpha=0.4)
+    for place, part in enumerate((spectra * x).T[np.asarray(x) > 0]):
+        mixture.fill_between(at, part, alpha=0.4, color=f"C{place % 4}")
     mixture.plot(at, pixel, "k.", markersize=3, label="observed")
     mixture.plot(at, spectra @ x, "k", linewidth=1, label="sum of the parts")
     mixture.set(title="A pixel and its parts", xlabel="wavelength", ylabel="intensity")
