@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
+from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.loop import Loop, loop_p
 from loopax._src.core.jaxpr.util import bind_again, evaluate
 from loopax._src.core.masking import fill_inactive_p
@@ -65,9 +66,9 @@ def most_inner_steps(f, *args):
             evaluate(loop.body, [low, *inputs.consts, *inputs.carry, *(x[0] for x in inputs.xs)], equation)
             if len(found) == before and loop.bound != 1:
                 found.append(int(results[0]))
-        elif eqn.primitive is lax.scan_p:
-            consts, rest = operands[: eqn.params["num_consts"]], operands[eqn.params["num_consts"] :]
-            evaluate(eqn.params["jaxpr"], [*consts, *rest], equation)
+        elif jaxi.is_scan(eqn) and (scan := jaxi.lax_loop(eqn)):
+            _, consts, init, xs = scan.groups(operands)
+            evaluate(scan.body, [*consts, *init, *(x[0] for x in xs)], equation)
         elif eqn.params.get("jaxpr") is not None:
             evaluate(eqn.params["jaxpr"], operands, equation)
         return results
