@@ -12,7 +12,7 @@ a single loop goes through the nest once, and a lane does what it has come to th
 A step of an inner loop is its body, or, if loops stand in that, this again. What stands between loops is a loop of at
 most one step: in a batch it runs if any lane needs it, and the other lanes are filled. So this is an ordinary loop to
 every transformation. (Dance et al. 2025, docs/references.md.) Lanes may wait at such a block for others
-(`core/waiting.py`).
+(`core/waiting.py`). A dear one runs for the lanes that need it alone, in batches (`IfGathered`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
