@@ -83,7 +83,7 @@ class Flight(NamedTuple):
 
 
 class Bounces(NamedTuple):
-    """What is known of each bounce."""
+    """The bounces of a ball, one number of each for each bounce."""
 
     t: Scalar
     v: Scalar  # after the bounce

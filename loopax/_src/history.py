@@ -125,7 +125,7 @@ class History(eqx.Module):
             The row has another structure, shapes or dtypes than the other rows.
 
         """
-        refuse_batch("History.push", self._count if self._oldest is None else self._oldest)
+        self._refuse_batch("History.push")
         row = matching_row("History.push: the row", self._rows, row)
         oldest, count = self._oldest, self._count
         if oldest is None:
@@ -147,7 +147,7 @@ class History(eqx.Module):
     @property
     def mask(self) -> Bool[Array, " k"]:
         """Which of `rows` hold a value: the last `count` of them."""
-        refuse_batch("History.mask", self._count)
+        self._refuse_batch("History.mask")
         return jnp.arange(self._size, dtype=jnp.int32) >= self._size - self.count
 
     @property
@@ -155,10 +155,13 @@ class History(eqx.Module):
         """All rows, `(k, ...)`, oldest first. Rows that hold no value yet are zero, and come before the others."""
         if self._oldest is None:
             return self._rows
-        refuse_batch("History.rows", self._oldest)
+        self._refuse_batch("History.rows")
         order = (jnp.arange(self._size, dtype=jnp.int32) + self._oldest) % self._size
         in_order = partial(keep_bits, lambda rows, order: rows[order])
         return jax.tree.map(lambda rows: on_device(in_order, buffers.view(rows)[0], order), self._rows)
+
+    def _refuse_batch(self, name: str) -> None:
+        refuse_batch(name, self._count if self._oldest is None else self._oldest)
 
     def __len__(self) -> int:
         """Return the number of rows, `k`."""
@@ -180,7 +183,7 @@ class History(eqx.Module):
 
         """
         size = self._size
-        refuse_batch("History[index]", self._count if self._oldest is None else self._oldest)
+        self._refuse_batch("History[index]")
         given, index = index, one_index("history", index, size)
         if isinstance(index, int):
             place, checks = jnp.int32(index % size), []

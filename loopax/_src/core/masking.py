@@ -23,7 +23,7 @@ from loopax._src.core.jaxpr.access_order import all_computed
 from loopax._src.core.jaxpr.dependence import computed
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.narrow import changed
-from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, batch_in_front, fill_axis
+from loopax._src.core.jaxpr.types import batch_filled, batch_if_mapped, batch_in_front
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, rewriting, trace, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Primitive, ad, map_programs
 
@@ -313,25 +313,12 @@ def _stopped(active: Any, x: Any, other: Any, *, when: When) -> list[Any]:
     return [x if when in _FILLED else jnp.where(active, x, other)]
 
 
-def _stopped_jvp(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:
-    """No tangents: these are limits and predicates."""
-    (out,) = stop_inactive_p.bind(*primals, **params)
-    return [out], [ad.Zero(jax.typeof(out).to_tangent_aval())]
-
-
-def _batch_stopped(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    axis = Axis.of(axis_data)
-    in_front = [fill_axis(axis, x, dim) for x, dim in zip(operands, dims, strict=True)]
-    return stop_inactive_p.bind(*in_front, **params), [0]
-
-
 stop_inactive_p: Primitive = jaxi.new_primitive("stop_inactive")
 jaxi.register(
     stop_inactive_p,
     meaning=_stopped,
     params=["when"],
-    jvp=_stopped_jvp,
-    batch=batch_if_mapped(stop_inactive_p, _batch_stopped),
+    batch=batch_filled(stop_inactive_p),
 )
 
 

@@ -11,16 +11,15 @@ decides: a loop in which all lanes take the same steps stays as it is.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.ir.loop import Loop, deciding_operands, loop_p
 from loopax._src.core.jaxpr.dependence import dependence, stoppable, to_bits
-from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis, is_batched
+from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis, is_batched, without_tangents
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakly_cached
 from loopax._src.core.masking import stop_inactive_p
-from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, ad, equations_in, inner_jaxprs
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, equations_in, inner_jaxprs
 
 # Operands are `active, low, high`, and the predicate of a loop that has one, with what decides about it. The result is
 # what may stop a lane that is not active: the predicate, or else `high`.
@@ -45,17 +44,11 @@ def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any]) -> Any:
     return stop_inactive_p.bind(active, given, other, when="in_derivatives"), [0]
 
 
-def _jvp(primals: Sequence[Any], _: Sequence[Any]) -> Any:
-    """Limits and predicates have no tangents."""
-    (out,) = enter_p.bind(*primals)
-    return [out], [ad.Zero(jax.typeof(out).to_tangent_aval())]
-
-
 jaxi.register(
     enter_p,
     meaning=lambda _, __, high, *decides: [*decides, high][:1],
     params=[],
-    jvp=_jvp,
+    jvp=without_tangents(enter_p),
     batch=batch_if_mapped(enter_p, _batch),
 )
 

@@ -13,14 +13,13 @@ at its own pace: there no lane waits, and each iteration runs all blocks (`witho
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis
+from loopax._src.core.jaxpr.types import batch_filled, without_tangents
 from loopax._src.core.jaxpr.util import rewriting
-from loopax._src.jax_internals import Primitive, ad, map_programs
+from loopax._src.jax_internals import Primitive, map_programs
 
 LOST = 0.5  # of what a block takes
 CHEAP = 0.15  # a block that takes so little of an iteration with all blocks
@@ -72,25 +71,12 @@ def blocks_that_run(xp: Any, waiting: Any, lost: Any, costs: Sequence[float], wa
     return runs, xp.where(runs, np.float32(0), lost + share * taken)
 
 
-def _jvp(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:
-    """Which blocks run has no derivative."""
-    results = blocks_to_run_p.bind(*primals, **params)
-    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
-
-
-def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """More lanes."""
-    axis = Axis.of(axis_data)
-    in_front = [fill_axis(axis, x, dim) for x, dim in zip(operands, dims, strict=True)]
-    return blocks_to_run_p.bind(*in_front, **params), [0, 0]
-
-
 jaxi.register(
     blocks_to_run_p,
     meaning=_blocks_to_run,
     params=["costs", "waits"],
-    jvp=_jvp,
-    batch=batch_if_mapped(blocks_to_run_p, _batch),
+    jvp=without_tangents(blocks_to_run_p),
+    batch=batch_filled(blocks_to_run_p),
 )
 
 

@@ -50,7 +50,6 @@ def nest_in_lockstep(counts: Sequence[np.ndarray]) -> Nested:
 def nest_in_free_lanes(counts: Sequence[np.ndarray], blocks: Sequence[BlockInfo]) -> Nested:
     """Lanes that do not wait for each other, but where `blocks` say so; none do if there are no blocks."""
     lanes, levels = len(counts[0]), len(counts)
-    assert not blocks or len(blocks) == levels
     waits = tuple(block.waits for block in blocks) or (False,) * levels
     costs = (*(block.nanoseconds for block in blocks), overhead(False, False)) if blocks else (1.0,) * (levels + 1)
     paths = [_path([steps[lane] for steps in counts], levels) for lane in range(lanes)]

@@ -217,25 +217,24 @@ is_slow_function = one_of(
     *("sinh", "cosh", "asinh", "acosh", "atanh", "random_bits", "threefry2x32", "bessel_i0e", "bessel_i1e"),
 )
 
-# What LAPACK does with a small matrix on a CPU, in times of a slow function of each element: measured for matrices of
-# 3 to 64 rows, within a factor of two (docs/benchmark.md).
-_FACTORIZATIONS = {"cholesky": 1.0, "lu": 1.5, "qr": 2.5, "geqrf": 1.25, "householder_product": 1.25}
-_FACTORIZATIONS |= {"eigh": 9.0, "svd": 15.0, "eig": 30.0}
-_OF_MATRIX, _OF_RIGHT_SIDE = 0.3, 1.2  # of a triangular solve
+# What LAPACK takes for an element of each operand, in times of a slow function: measured on one CPU for matrices of 3
+# to 64 rows, within a factor of two. That of "eig" is a guess.
+_OF_LAPACK = {
+    "cholesky": (1.0,),
+    "lu": (1.5,),
+    "qr": (2.5,),
+    "geqrf": (1.25,),
+    "householder_product": (1.25,),
+    "triangular_solve": (0.3, 1.2),
+    "eigh": (9.0,),
+    "svd": (15.0,),
+    "eig": (30.0,),
+}
 
 
-def factorized_elements(eqn: Any) -> float:
-    """What LAPACK takes for an operation, in times of a slow function of one number; 0 for other operations."""
-    if (name := eqn.primitive.name) in _FACTORIZATIONS:
-        return _FACTORIZATIONS[name] * _num_elements(eqn.invars[0])
-    if name != "triangular_solve":
-        return 0.0
-    matrix, right_side = map(_num_elements, eqn.invars[:2])
-    return _OF_MATRIX * matrix + _OF_RIGHT_SIDE * right_side
-
-
-def _num_elements(variable: Any) -> float:
-    return float(prod(size if isinstance(size, int) else 1 for size in variable.aval.shape))
+def lapack_weights(eqn: Any) -> tuple[float, ...]:
+    """What LAPACK takes for an element of each of the first operands, in times of a slow function; () for others."""
+    return _OF_LAPACK.get(eqn.primitive.name, ())
 
 
 _REDUCTIONS = (

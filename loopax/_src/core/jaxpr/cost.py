@@ -155,8 +155,7 @@ def _widest(eqns: Sequence[Any]) -> int:
     work: dict[int, float] = {0: 0.0}  # by that number
 
     def of_operation(eqn: Any) -> float:
-        is_on_one = bool(jaxi.factorized_elements(eqn))
-        size = 0 if is_on_one else max((_size(v.aval.shape) for v in eqn.outvars), default=0)
+        size = 0 if jaxi.lapack_weights(eqn) else max((_size(v.aval.shape) for v in eqn.outvars), default=0)
         work[size] = work.get(size, 0.0) + _operation(eqn)
         return 0.0
 
@@ -213,8 +212,8 @@ def _operation(eqn: Any, lanes: int = 1, element: float | None = None) -> float:
         return product * 2 * size * _size([jaxi.products_per_result(eqn)])
     if jaxi.is_free(eqn):
         return 0.0
-    if elements := jaxi.factorized_elements(eqn):
-        return elements * costs().slow_function
+    if weights := jaxi.lapack_weights(eqn):
+        return costs().slow_function * sum(w * _size(x.aval.shape) for w, x in zip(weights, eqn.invars, strict=False))
     if jaxi.is_slow_function(eqn):
         return size * costs().slow_function
     if jaxi.is_function(eqn):

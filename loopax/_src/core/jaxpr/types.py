@@ -156,6 +156,27 @@ def batch_if_mapped(primitive: Primitive, rule: Callable[..., Any]) -> Callable[
     return batch
 
 
+def batch_filled(primitive: Primitive) -> Callable[..., Any]:
+    """The batching rule of a primitive whose operands and results have any axes of lanes in front."""
+
+    def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any) -> Any:
+        axis = Axis.of(axis_data)
+        results = primitive.bind(*(fill_axis(axis, x, d) for x, d in zip(operands, dims, strict=True)), **params)
+        return results, [0] * len(results)
+
+    return batch_if_mapped(primitive, batch)
+
+
+def without_tangents(primitive: Primitive) -> Callable[..., Any]:
+    """The rule for tangents of a primitive whose results, such as limits and flags, have none."""
+
+    def jvp(primals: Sequence[Any], _: Sequence[Any], /, **params: Any) -> Any:
+        results = primitive.bind(*primals, **params)
+        return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+
+    return jvp
+
+
 def batch_in_front(primitive: Primitive, num_axes: str) -> Callable[..., Any]:
     """The batching rule of a primitive that has a parameter for how many axes of lanes are in front of all operands."""
 
