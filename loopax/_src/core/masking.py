@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from loopax._src import jax_internals as jaxi
 from loopax._src.core.jaxpr.access_order import all_computed
-from loopax._src.core.jaxpr.dependence import computed
+from loopax._src.core.jaxpr.dependence import arithmetic, computed
 from loopax._src.core.jaxpr.evaluate import batch_expanded
 from loopax._src.core.jaxpr.narrow import changed
 from loopax._src.core.jaxpr.types import batch_filled, batch_if_mapped, batch_in_front
@@ -345,3 +345,4 @@ jaxi.register(
     params=["when"],
     batch=batch_if_mapped(own_if_active_p, _batch_own),
 )
+arithmetic |= {active_p, walk_row_p, an_active_p, fill_inactive_p, stop_inactive_p, own_if_active_p}

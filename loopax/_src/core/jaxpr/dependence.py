@@ -332,6 +332,8 @@ computed: dict[Primitive, Callable[[Any], Sequence[Any]]] = {}
 step_limits: dict[Primitive, Callable[[Any], tuple[int | None, bool]]] = {}
 # Of loops: whether a lane that has finished can be kept from taking a step (`core/stopped_loops.py`).
 stoppable: dict[Primitive, Callable[[Any], bool]] = {}
+# Operations on arrays, whose time no value makes longer.
+arithmetic: set[Primitive] = set()
 
 
 # What programs are said to be: whether they end, or are a few elementwise operations.
@@ -367,7 +369,7 @@ def is_arithmetic(jaxpr: ClosedJaxpr) -> bool:
     return not jaxpr.effects and all(
         all(map(is_arithmetic, inner_jaxprs(eqn)))
         if holds_arithmetic(eqn)
-        else jaxi.is_elementwise_operation(eqn) or jaxi.is_reduction_or_move(eqn)
+        else eqn.primitive in arithmetic or jaxi.is_elementwise_operation(eqn) or jaxi.is_reduction_or_move(eqn)
         for eqn in jaxpr.eqns
     )
 
