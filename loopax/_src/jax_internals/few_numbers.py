@@ -16,6 +16,7 @@ from loopax._src.jax_internals.primitives import one_of, products_per_result
 
 # Larger ones take longer so than a library. Found by trying.
 _MOST_PRODUCTS = 1024  # of numbers, in a product of matrices
+MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
 _MOST_IN_ROW = 16  # that is sorted
 _LARGEST_MATRIX = 8  # that is factorized, or solved with
 _MOST_FACTORIZED = 2048  # multiplications
@@ -40,7 +41,9 @@ def in_simple_operations(eqn: Any, lanes: int = 1) -> Simpler | None:
         return None
     first, results = eqn.invars[0].aval, lanes * sum(x.aval.size for x in eqn.outvars)
     if is_product(eqn):
-        is_small = results * products_per_result(eqn) <= _MOST_PRODUCTS and first.dtype != bool
+        products = results * products_per_result(eqn)
+        is_of_vectors = products == lanes * first.size == lanes * eqn.invars[1].aval.size
+        is_small = products <= (MOST_ADDED_UP if is_of_vectors else _MOST_PRODUCTS) and first.dtype != bool
         return Simpler(partial(_multiplied_and_added, eqn), 5) if is_small else None
     if updates(eqn):
         return Simpler(partial(_written_in_turn, eqn), 11) if lanes * num_places(eqn) <= MOST_WRITES else None

@@ -23,7 +23,7 @@ from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from loopax._src.jax_internals import operations
-from loopax._src.jax_internals.few_numbers import in_simple_operations
+from loopax._src.jax_internals.few_numbers import MOST_ADDED_UP, in_simple_operations
 from loopax._src.jax_internals.primitives import (
     branches,
     called,
@@ -43,11 +43,10 @@ from loopax._src.jax_internals.types import is_on_host
 NEEDS_TELLING = _jaxlib_version < (0, 12) and platform.machine() in ("x86_64", "AMD64")
 MAKES_FUNCTIONS = _jaxlib_version >= (0, 12) or NEEDS_TELLING
 # What is larger is left to libraries, which a function does not call, or is worth several threads. Found by trying.
-_MOST_ADDED_UP = 4000  # numbers; XLA leaves 4096 to a library
 _MOST_COMPUTED = 2**14  # numbers of a result
 _MOST_IN_MATRIX = 2**18
 # Of a step: LLVM takes up to twice as long to compile so long a function as its parts. Newer versions do not look.
-_MOST_EQUATIONS = 1500 if NEEDS_TELLING else 10**6
+_MOST_EQUATIONS = 3000 if NEEDS_TELLING else 10**6
 
 _SIZES = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in _SIZES.items() for size in sizes}
@@ -218,7 +217,7 @@ def _own_length(eqn: Any, holds_programs: bool, lanes: int) -> float:
 def _is_taken(eqn: Any, lanes: int) -> bool:
     """Whether XLA takes an operation into a function as it is."""
     if _adds_up(eqn):
-        return eqn.invars[0].aval.size <= _MOST_ADDED_UP
+        return eqn.invars[0].aval.size <= MOST_ADDED_UP
     if operations.is_product(eqn):
         return lanes == 1 and _is_of_vector(eqn)
     if operations.updates(eqn):
@@ -233,5 +232,5 @@ def _is_of_vector(eqn: Any) -> bool:
         return False
     is_sum = eqn.outvars[0].aval.size == 1
     if is_sum or products_per_result(eqn) == 1 or is_product_with_vector(eqn):
-        return max(a.size, b.size) <= (_MOST_ADDED_UP if is_sum else _MOST_IN_MATRIX)
+        return max(a.size, b.size) <= (MOST_ADDED_UP if is_sum else _MOST_IN_MATRIX)
     return False
