@@ -18,6 +18,13 @@ SOME_LANES = 64  # for which blocks are compared
 SOME_STEPS = 4
 
 
+class Slot(NamedTuple):
+    """A value of which one lane never has two: a leaf that a loop carries, and what it begins with."""
+
+    loop: int | None  # that carries it before; None: the loop in whose body the program stands
+    leaf: int  # of its carry
+
+
 class Nest(NamedTuple):
     """A program, cut.
 
@@ -28,6 +35,8 @@ class Nest(NamedTuple):
     blocks: tuple[ClosedJaxpr, ...]  # known -> (low, high, *carry of the next loop, *kept); the last: known -> outputs
     operands: tuple[ClosedJaxpr, ...]  # of each loop: what is known before it, and kept there -> (*consts, *xs)
     loops: tuple["Inner", ...]
+    slots: tuple[tuple[Slot | None, ...], ...]  # of each loop: where the leaves of its carry are, None: of their own
+    returned: tuple[bool, ...]  # which outputs are leaves of the loop around that are where they are to be
 
     @property
     def kept_avals(self) -> list[Sequence[Any]]:
@@ -44,11 +53,22 @@ class Inner(NamedTuple):
     body: Nest | None  # None: its steps are taken as a whole
 
 
+def cut(loop: Loop, is_outermost: bool = True) -> Nest:
+    """Cut the body of a loop, and those of loops in it, wherever lanes may take different numbers of steps."""
+    return _cut_body(loop.body, _leaves(loop), is_outermost)
+
+
+def _leaves(loop: Loop) -> tuple[int | None, ...]:
+    """For each input of the body the leaf of the carry that it is, None for another, and for what decides."""
+    decides = {*loop.stops, *range(loop.predicated)}
+    leaves = range(-1 - loop.num_consts, len(loop.body.in_avals) - 1 - loop.num_consts)
+    return tuple(leaf if 0 <= leaf < loop.num_carry and leaf not in decides else None for leaf in leaves)
+
+
 @weakly_cached
-def cut(program: ClosedJaxpr, is_outermost: bool = True) -> Nest:
-    """Cut a program, and the bodies of loops in it, wherever lanes may take different numbers of steps."""
+def _cut_body(program: ClosedJaxpr, leaves: tuple[int | None, ...], is_outermost: bool) -> Nest:
     is_apart = _asks_apart(program, is_outermost)
-    nest = _cut(program, is_apart, lambda loop: cut(loop.body, False) if _holds_apart(loop.body) else None)
+    nest = _cut(program, is_apart, lambda loop: cut(loop, False) if _holds_apart(loop.body) else None, leaves)
     for block in nest.blocks:
         _refuse_around_loops(block, is_apart)
     return nest
@@ -128,7 +148,12 @@ def _flat(program: ClosedJaxpr) -> ClosedJaxpr:
     return trace(lambda *inputs: evaluate(program, inputs, bind_again, inlined=_call_with_loop), program.in_avals)
 
 
-def _cut(program: ClosedJaxpr, is_apart: Callable[[Any], bool], cut_body: Callable[[Loop], Nest | None]) -> Nest:
+def _cut(
+    program: ClosedJaxpr,
+    is_apart: Callable[[Any], bool],
+    cut_body: Callable[[Loop], Nest | None],
+    leaves: Sequence[int | None] = (),
+) -> Nest:
     flat = _flat(program)
     # Before: the equations in their order -> After: each in the first block in which its operands are known
     blocks, at, place_of = [list[Any]()], list[Any](), dict[Any, int]()
@@ -148,7 +173,10 @@ def _cut(program: ClosedJaxpr, is_apart: Callable[[Any], bool], cut_body: Callab
     given = [loop.inputs(eqn.invars[2:]) for loop, eqn in zip(loops, at, strict=True)]
     starts = [[*eqn.invars[:2], *inputs.carry] for eqn, inputs in zip(at, given, strict=True)]
     reads = [[*inputs.consts, *inputs.xs] for inputs in given]
-    kept = _kept(blocks, [*starts, flat.outvars], [[], *reads])
+    used = _used(blocks, [*starts, flat.outvars], [[], *reads])
+    kept = _kept(blocks, used)
+    places = {x: Slot(None, leaf) for x, leaf in zip(flat.invars, leaves, strict=False) if leaf is not None}
+    slots = [_slots(i, at[i], starts[i][2:], set[Any]().union(*used[i + 1 :]), places) for i in range(len(at))]
 
     def known(place: int, kept: list[list[Any]]) -> list[Any]:
         results = [x for eqn in at[:place] for x in eqn.outvars]
@@ -160,18 +188,44 @@ def _cut(program: ClosedJaxpr, is_apart: Callable[[Any], bool], cut_body: Callab
         tuple(jaxi.replace_jaxpr(flat, known(i, kept[:i]), out, equations) for i, (out, equations) in numbered),
         tuple(jaxi.replace_jaxpr(flat, known(i, kept[: i + 1]), atoms, []) for i, atoms in enumerate(reads)),
         tuple(inners),
+        tuple(slots),
+        tuple(not isinstance(x, Literal) and places.get(x) == Slot(None, k) for k, x in enumerate(flat.outvars)),
     )
 
 
-def _kept(blocks: list[list[Any]], outputs: list[list[Any]], reads: list[list[Any]]) -> list[list[Any]]:
-    """Of each block but the last, what it computes and others use behind it.
-
-    `outputs` are those of each block, and `reads` what the loop before each block reads on its way.
-    """
-    used = [
+def _used(blocks: list[list[Any]], outputs: list[list[Any]], reads: list[list[Any]]) -> list[set[Any]]:
+    """What each block uses: also for its `outputs`, and what the loop before it `reads` on its way."""
+    return [
         {x for x in (*out, *read, *(x for eqn in equations for x in eqn.invars)) if not isinstance(x, Literal)}
         for equations, out, read in zip(blocks, outputs, reads, strict=True)
     ]
+
+
+def _slots(
+    number: int, eqn: Any, starts: Sequence[Any], used: set[Any], places: dict[Any, Slot]
+) -> tuple[Slot | None, ...]:
+    """Where the leaves of a loop's carry are: where what they begin with is, if nobody needs that any more.
+
+    `used`: what is used in the loop and behind it. `places`: where values are, by variables; the results of the loop
+    are added.
+    """
+    loop = Loop(**eqn.params)
+    leaves, results = _leaves(loop)[1 + loop.num_consts :], loop.results(eqn.outvars).carry
+    slots, taken = list[Slot | None](), set[Slot]()
+    for start, result, leaf in zip(starts, results, leaves, strict=False):
+        slot = None
+        if leaf is not None:
+            is_free = not isinstance(start, Literal) and start not in used and start.aval == result.aval
+            slot = places.get(start) if is_free else None
+            slot = None if slot in taken else slot
+            places[result] = slot or Slot(number, leaf)
+            taken.add(places[result])
+        slots.append(slot)
+    return tuple(slots)
+
+
+def _kept(blocks: list[list[Any]], used: list[set[Any]]) -> list[list[Any]]:
+    """Of each block but the last, what it computes and others use behind it."""
     later = [set[Any]().union(*used[place + 1 :]) for place in range(len(blocks))]
     made = [[x for eqn in equations for x in eqn.outvars] for equations in blocks]
     return [[x for x in own if x in others] for own, others in zip(made[:-1], later, strict=False)]

@@ -18,6 +18,7 @@ every transformation. (Dance et al. 2025, docs/references.md.) Lanes may wait at
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +102,7 @@ class Program(NamedTuple):
     inputs: Callable[[], list[Any]]  # for a lane, where they are needed
     at: Inside
     runs: Callable[..., Any] = lambda *_: True  # whether a block runs in this step of the single loop, by its number
+    carry: Sequence[Any] = ()  # of the loop around the program
 
     def begin(self, needed: Any) -> "Program":
         """What stands before the first loop, where it is needed."""
@@ -147,21 +149,32 @@ class Program(NamedTuple):
     def _enter(self, place: int, needed: Any) -> "Program":
         """A block, and into the loop behind it."""
         loop, old = self.nest.loops[place].loop, self.at.loops[place]
+        is_own = [slot is None for slot in self.nest.slots[place]]
 
         def block(*_: Any) -> list[Any]:
             # Before: [low, high, *carry, *kept] -> After: the values, where the lane is in the loop
             low, high, *rest = _evaluated(self.nest.blocks[place], self._known(place, place))
             ys = [jaxi.zeros(jax.typeof(y)) for y in old.ys]
-            return [jnp.int32(place + 1), *_rows_of(loop, low, high), jnp.int32(0), *ys, *rest]
+            carry, kept = split_list(rest, [loop.num_carry])
+            return [jnp.int32(place + 1), *_rows_of(loop, low, high), jnp.int32(0), *ys, *compress(carry, is_own), *kept]
 
-        values = [self.at.begun, *old[:3], *old.ys, *old.carry, *self.at.kept[place]]
+        values = [self.at.begun, *old[:3], *old.ys, *compress(old.carry, is_own), *self.at.kept[place]]
         begun, row, end, num_steps, *rest = at_most_once(needed, block, values)
-        ys, carry, kept = split_list(rest, [len(old.ys), loop.num_carry])
+        ys, carry, kept = split_list(rest, [len(old.ys), sum(is_own)])
+        carry = _put(old.carry, is_own, carry)
         at = self.at._replace(begun=begun, kept=_with(self.at.kept, place, kept))
         return self._replace(at=at)._with_loop(place, LoopState(row, end, num_steps, carry, ys, old.inside))
 
     def _with_loop(self, place: int, state: LoopState) -> "Program":
-        return self._replace(at=self.at._replace(loops=_with(self.at.loops, place, state)))
+        """With another state of a loop, and what it has changed in the slots of others."""
+        carry, loops = list(self.carry), _with(self.at.loops, place, state)
+        for slot, value in zip(self.nest.slots[place], state.carry, strict=True):
+            if slot is not None and slot.loop is None:
+                carry[slot.leaf] = value
+            elif slot is not None:
+                owner = loops[slot.loop]
+                loops[slot.loop] = owner._replace(carry=_with(owner.carry, slot.leaf, value))
+        return self._replace(at=_spread(self.nest, carry, self.at._replace(loops=loops)), carry=carry)
 
 
 def _evaluated(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
@@ -172,6 +185,44 @@ def _evaluated(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 
 def _with(values: list[Any], place: int, value: Any) -> list[Any]:
     return [*values[:place], value, *values[place + 1 :]]
+
+
+def _put(values: Sequence[Any], where: Sequence[bool], new: Sequence[Any]) -> list[Any]:
+    """The values, with new ones where it is True."""
+    ahead = iter(new)
+    return [next(ahead) if is_new else value for value, is_new in zip(values, where, strict=True)]
+
+
+# Where a loop carries on what the loop around it carries, or one before it, a lane has that once: in a *slot* of one of
+# them (`Nest.slots`). In the state of a lane, it stands at all places of the slot. The single loop carries it once.
+
+
+def _spread(nest: Nest, carry: Sequence[Any], at: Inside) -> Inside:
+    """With what is in slots at all of their places. `carry`: that of the loop around, which owns some."""
+    loops = list(at.loops)
+    for place, (inner, slots) in enumerate(zip(nest.loops, nest.slots, strict=True)):
+        owners = (slot and (carry if slot.loop is None else loops[slot.loop].carry) for slot in slots)
+        pairs = zip(slots, owners, loops[place].carry, strict=True)
+        loops[place] = _spread_in(
+            inner, loops[place]._replace(carry=[owner[slot.leaf] if slot else x for slot, owner, x in pairs])
+        )
+    return at._replace(loops=loops)
+
+
+def _spread_in(inner: Inner, at: LoopState) -> LoopState:
+    return at if inner.body is None or at.inside is None else at._replace(inside=_spread(inner.body, at.carry, at.inside))
+
+
+def _once(inner: Inner, at: LoopState) -> LoopState:
+    """With what is in slots at one place, and None at the others."""
+    nest, inside = inner.body, at.inside
+    if nest is None or inside is None:
+        return at
+    of_loops = [
+        _once(inner, state._replace(carry=[None if slot else x for slot, x in zip(slots, state.carry, strict=True)]))
+        for inner, slots, state in zip(nest.loops, nest.slots, inside.loops, strict=True)
+    ]
+    return at._replace(inside=inside._replace(loops=of_loops))
 
 
 def _rows_of(loop: Loop, low: Any, high: Any) -> tuple[Any, Any]:
@@ -185,7 +236,7 @@ def _program_of_step(
     """The step that a lane is in."""
     assert inner.body is not None
     assert at.inside is not None
-    return Program(inner.body, lambda: _inputs(inner.loop, operands, at.row, at.carry), at.inside, runs)
+    return Program(inner.body, lambda: _inputs(inner.loop, operands, at.row, at.carry), at.inside, runs, at.carry)
 
 
 def _inputs(loop: Loop, operands: Callable[[], list[Any]], row: Any, carry: Sequence[Any]) -> list[Any]:
@@ -203,14 +254,14 @@ def _advance(
         return at
     if inner.body is None:
         needed = here & goes_on(loop, at) & runs(0)
-        return _after_step(loop, at, needed, lambda *now: _evaluated(loop.body, _inputs(loop, operands, *now)))
+        return _after_step(inner, at, needed, lambda *now: _evaluated(loop.body, _inputs(loop, operands, *now)))
     program = _program_of_step(inner, at, operands, runs).advance(here)
     ended = here & program.has_ended & runs(0)
 
     def outputs(row: Any, carry: Sequence[Any]) -> list[Any]:
         return program._replace(inputs=lambda: _inputs(loop, operands, row, carry)).outputs()
 
-    return _after_step(loop, at._replace(inside=program.at), ended, outputs)
+    return _after_step(inner, at._replace(inside=program.at, carry=list(program.carry)), ended, outputs)
 
 
 def _begin(
@@ -250,27 +301,31 @@ def _unless_it_breaks(needed: Any, step: Callable[..., list[Any]], values: list[
     return results
 
 
-def _after_step(loop: Loop, at: LoopState, needed: Any, step: Callable[..., list[Any]]) -> LoopState:
+def _after_step(inner: Inner, at: LoopState, needed: Any, step: Callable[..., list[Any]]) -> LoopState:
     """Where a lane is after a step of a loop, where it is needed: step(row, carry) -> (*carry, *y)."""
+    loop, nest = inner.loop, inner.body
+    changes = [not (nest and nest.returned[leaf]) for leaf in range(loop.num_carry)]
 
     def stepped(*values: Any) -> list[Any]:
-        carry, (row, num_steps), begun, ys = split_list(values, [loop.num_carry, 2, int(at.inside is not None)])
-        carry, y = loop.outputs(step(row, carry))
+        carry, (row, num_steps), begun, ys = split_list(values, [sum(changes), 2, int(at.inside is not None)])
+        carry, y = loop.outputs(step(row, _put(at.carry, changes, carry)))
+        carry = list(compress(carry, changes))
         one = jnp.int32(1) if begun else (num_steps < MOST_STEPS).astype(jnp.int32)
         ys = [_with_row(old, row, value, not begun) for old, value in zip(ys, y, strict=True)]
         return [*carry, RowLoop(loop.reverse).advance(row, one), num_steps + one, *map(jnp.zeros_like, begun), *ys]
 
     begun = [] if at.inside is None else [at.inside.begun]
-    values = [*at.carry, at.row, at.num_steps, *begun, *at.ys]
+    values = [*compress(at.carry, changes), at.row, at.num_steps, *begun, *at.ys]
     if loop.stop is None:
         results = at_most_once(needed, stepped, values)
     else:
-        results = _unless_it_breaks(needed, stepped, values, loop.stop, at.row)
-    carry, (row, num_steps), begun, ys = split_list(results, [loop.num_carry, 2, len(begun)])
+        results = _unless_it_breaks(needed, stepped, values, sum(changes[: loop.stop]), at.row)
+    carry, (row, num_steps), begun, ys = split_list(results, [sum(changes), 2, len(begun)])
     if at.inside is not None and loop.stop is not None:  # a step that has broken is over, too
         begun = [jnp.where(needed, 0, *begun)]
     inside = at.inside and at.inside._replace(begun=begun[0])
-    return at._replace(row=row, num_steps=num_steps, carry=carry, ys=ys, inside=inside)
+    carry = _put(at.carry, changes, carry)
+    return _spread_in(inner, at._replace(row=row, num_steps=num_steps, carry=carry, ys=ys, inside=inside))
 
 
 def _with_row(y: Any, row: Any, value: Any, is_innermost: bool) -> Any:
@@ -341,7 +396,7 @@ def most_steps(inner: Inner) -> int | None:
 def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
     """The single loop of states of these types, its consts being *consts, *xs."""
     where = f"outer {loop.debug_info.function}" if loop.debug_info else "outer loop"
-    inner, (consts, _, rows) = Inner(loop, where, cut(loop.body)), loop.input_avals
+    inner, (consts, _, rows) = Inner(loop, where, cut(loop)), loop.input_avals
     blocks = list(_blocks(inner))
     costs = [block.cost for block in blocks]
     waits = lanes_wait(costs, [block.is_innermost for block in blocks])
@@ -349,12 +404,12 @@ def _as_one(loop: Loop, state: tuple[Any, ...], treedef: Any) -> Loop:
 
     def step(_: Any, is_on: Any, lost: Any, *values: Any) -> list[Any]:
         leaves, given = split_list(values, [len(state) - 2])
-        at = treedef.unflatten(leaves)
+        at = _spread_in(inner, treedef.unflatten(leaves))
         which, lost = blocks_to_run(list(_at_blocks(inner, at, is_on)), lost, [*costs, overhead(False, False)], waits)
         found = {block.number: runs for block, runs in zip(blocks, which, strict=True)}
         runs = lambda *number: found.get(number, found[(*number[:-1], 0)])  # noqa: E731 - the last block is the first
         at = _begin(inner, _advance(inner, at, lambda: given, is_on, runs), lambda: given, is_on, runs)
-        return [goes_on(loop, at), lost, *jax.tree.leaves(at)]
+        return [goes_on(loop, at), lost, *jax.tree.leaves(_once(inner, at))]
 
     body = trace_carrying(step, INDEX, state, operands)
     # Before: [row, *state, *operands] -> After: [row, *operands, *state]
@@ -393,15 +448,16 @@ def run_free(
             "lanes='free' is for a loop with loops in its body, and this body holds none. (A loop does not count if "
             "its results are not used: return them.) Write lanes='compact', or leave lanes='lockstep'."
         )
-    nest = cut(loop.body)
+    nest = cut(loop)
     if loop.bound == 0 or not nest.loops:  # within a step, no lane waits
         return run(loop, low, high, consts, carry, xs)
     refuse_other_kinds(nest, loop.kind)
     carry = list(map(jaxi.vary_like, carry, loop.input_avals.carry))
     row, end = _rows_of(loop, low, high)
-    at = _unbegun(Inner(loop, "", nest))._replace(row=row, end=end, carry=carry)
-    leaves, treedef = jax.tree.flatten(at)
-    lost = jnp.zeros(len(list(_blocks(Inner(loop, "", nest)))), jnp.float32)
+    inner = Inner(loop, "", nest)
+    at = _unbegun(inner)._replace(row=row, end=end, carry=carry)
+    leaves, treedef = jax.tree.flatten(_once(inner, at))
+    lost = jnp.zeros(len(list(_blocks(inner))), jnp.float32)
     start = [goes_on(loop, at), lost, *leaves]
     single = _as_one(loop, tuple(map(jax.typeof, start)), treedef)
     if single.bound is None and loop.kind.needs_bound:
