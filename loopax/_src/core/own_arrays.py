@@ -20,9 +20,9 @@ from loopax._src.core.buffer_versions import buffers, read_only
 from loopax._src.core.ir.loop import LoopInputs
 from loopax._src.core.jaxpr.accumulate import branch_in_place, carried_by, is_large, summing_in_place
 from loopax._src.core.jaxpr.dependence import mixed_inputs
-from loopax._src.core.jaxpr.util import Mask, either, rewriting, trace, weakly_cached
+from loopax._src.core.jaxpr.util import Mask, either, weakly_cached
 from loopax._src.core.row_buffers import VERSION
-from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun, map_programs
+from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive
 
 # Of smaller arrays, those of all lanes together, all is filled and chosen from within the time that rows take.
 _MIN_ELEMENTS = 512
@@ -168,25 +168,6 @@ def kept_by_lanes(body: ClosedJaxpr, lanes: Any, mapped: LoopInputs) -> tuple[Ma
     chosen = zip(have_lanes, either(pays, are_buffers), strict=True)
     own, _ = inner.settled({i for i, (has_lanes, is_worth) in enumerate(chosen) if has_lanes and is_worth})
     return tuple(i in own for i in range(len(have_lanes))), [k for k, i in enumerate(carry) if i in own]
-
-
-@rewriting
-def given_once(eqn: Any) -> Any:
-    """A branch that is given each value once: `lax.cond(p, x, f, x, g)` gives `x` twice, and each branch knows one."""
-    new = map_programs(eqn, given_once)
-    if not jaxi.is_cond(eqn):
-        return new
-    index, *atoms = eqn.invars
-    values = {id(atom): atom for atom in atoms}
-    if len(values) == len(atoms):
-        return new
-    places, avals = {key: i for i, key in enumerate(values)}, [atom.aval for atom in values.values()]
-
-    def once(branch: ClosedJaxpr) -> ClosedJaxpr:
-        return trace(lambda *given: jaxpr_as_fun(branch)(*(given[places[id(atom)]] for atom in atoms)), avals)
-
-    params = {**new.params, "branches": tuple(map(once, jaxi.branches(new)))}
-    return new.replace(invars=[index, *values.values()], params=params)
 
 
 class Walk(NamedTuple):

@@ -20,7 +20,7 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import Free, Lockstep
 from loopax._src.core.ir.loop import NO_STOP
-from loopax._src.core.jaxpr.util import MOST_STEPS, padded, split_list
+from loopax._src.core.jaxpr.util import MOST_STEPS, given_once, padded, split_list
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend import references as refs
 from loopax._src.frontend.extent import Extent
@@ -190,7 +190,7 @@ class UserLoop:
             note_watched()
         num_carry = num_go + len(arrays) + num_flags + len(values) + num_stop
         loop = core.Loop(
-            traced.body,
+            given_once(traced.body),
             num_consts=len(traced.closed_over) + len(extras) + more_consts,
             num_carry=num_carry,
             bound=extent.bound,
@@ -203,7 +203,7 @@ class UserLoop:
             derivative=self.derivative,
             is_fixed=self.is_fixed,
             bound_is_loose=extent.bound_is_loose,
-            inverse=traced.inverse,
+            inverse=traced.inverse and given_once(traced.inverse),
             lanes=Lockstep() if isinstance(options.lanes, Free) else options.lanes,
             reporting=self.reporter and core.Reporting(self.reporter),
             debug_info=core.DebugInfo(

@@ -40,6 +40,9 @@ STEPS = {
     "branch of a lane": lambda i, k, x: lax.cond(
         (i + k) % 2 == 0, lambda x: (x.at[i + 1].set(jnp.sin(x[i])), x[k]), lambda x: (x.at[k].add(x[i + 2]), x[i]), x
     )[0],
+    "branch that is given it twice": lambda i, k, x: lax.cond(
+        (i + k) % 2 == 0, x, lambda x: x.at[i + 1].set(jnp.sin(x[k])), x, lambda x: x
+    ),
     "branches": lambda i, k, x: lax.switch(
         i + k - 2,
         [lambda x: x.at[i].set(2.0 * x[i + 1]), lambda x: x, lambda x: x.at[k].set(x[i]).at[i].set(jnp.sin(x[k]))],

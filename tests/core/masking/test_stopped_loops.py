@@ -95,6 +95,26 @@ def test_nothing_is_filled_forward(form):
     assert fills(FORMS[form]) <= {"in_derivatives", "never"}
 
 
+def test_operations_of_lanes_are_arithmetic():
+    """Batches of batches, and loops inside that read rows of an array that a finished lane keeps as its own."""
+    count = lambda x, n: lx.while_loop(lambda x: x < n, lambda x: x + jnp.sin(x) + 1.0, x)
+    of_batches = jax.make_jaxpr(jax.vmap(jax.vmap(count)))(np.ones((2, 3)), np.arange(6.0).reshape(2, 3))
+
+    def reads_rows(x, k, n):
+        def body(i, x):
+            found = lx.while_loop(lambda at: (at > 0) & (x[at, 0] < 1.0), lambda at: at - 1, k)
+            return x.at[i].set(jnp.sin(x[found]))
+
+        return lx.fori_loop(0, n, body, x)
+
+    numbers = np.array([1, 3, 2], np.int32)
+    of_rows = jax.make_jaxpr(jax.vmap(reads_rows))(np.ones((3, 40, 8)), numbers, numbers)
+    for closed in (of_batches, of_rows):
+        found = [eqn.params["when"] for eqn in equations_in(closed) if eqn.primitive is fill_inactive_p]
+        assert found
+        assert set(found) <= {"in_derivatives", "never"}
+
+
 def test_a_lane_may_stay_in_what_is_no_loop_of_loopax():
     assert "always" in fills(lambda w, y: lax.while_loop(lambda y: y < 8.0, lambda y: y + w, y))
     assert "always" in fills(lambda w, y: ends_by_predicate(w, y) + jnp.linalg.inv(y[None, None])[0, 0])

@@ -47,7 +47,7 @@ from loopax._src.core.masking import (
     walk_row_p,
     walked_limits,
 )
-from loopax._src.core.own_arrays import given_once, kept_by_lanes
+from loopax._src.core.own_arrays import kept_by_lanes
 from loopax._src.core.stopped_loops import holds_stoppable, stop_suffices
 from loopax._src.jax_internals import ClosedJaxpr, equations_in, jaxpr_as_fun
 
@@ -93,7 +93,7 @@ def step_lanes(
     ("always", "never", or "in_derivatives" alone); `may_idle`, whether there may be rows in which no lane is active.
     """
     consts, carry, xs = inputs
-    body = summing_in_place(given_once(body), 1 + len(consts))
+    body = summing_in_place(body, 1 + len(consts))
     own, left = kept_by_lanes(body, axis.size, mapped)
     function = lane_function(body, flatten(mapped), axis.arguments, own, left, when)
     # What other lanes see of a lane is its own: the key from which JAX draws for all (`core/jaxpr/dependence.py`).
@@ -138,7 +138,7 @@ def step_of_all(body: ClosedJaxpr, axis: Axis, mapped: LoopInputs, outputs: Sequ
     plain = uniform_body(body, axis, flatten(mapped), outputs)
     if axis.mesh_axis is not None:  # JAX asks for types of its own there
         return plain
-    body = summing_in_place(given_once(body), 1 + len(mapped.consts))
+    body = summing_in_place(body, 1 + len(mapped.consts))
     own, left = kept_by_lanes(body, axis.size, mapped)
     chosen = {eqn.outvars[0].aval for eqn in equations_in(plain) if jaxi.is_select(eqn)}
     if acts(body) or chosen.isdisjoint(plain.out_avals[k] for k in left):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from loopax._src import jax_internals as jaxi
-from loopax._src.jax_internals import ClosedJaxpr, Literal, ad, equations_in
+from loopax._src.jax_internals import ClosedJaxpr, Literal, ad, equations_in, jaxpr_as_fun, map_programs
 from loopax._src.settings import settings
 
 T = TypeVar("T")
@@ -205,6 +205,25 @@ def rewriting(equation: Callable[[Any], Any]) -> Callable[[ClosedJaxpr], ClosedJ
         return None if same else jaxi.replace_jaxpr(closed, eqns=eqns)
 
     return lambda closed: new(closed) or closed
+
+
+@rewriting
+def given_once(eqn: Any) -> Any:
+    """A branch that is given each value once: `lax.cond(p, x, f, x, g)` gives `x` twice, and each branch knows one."""
+    new = map_programs(eqn, given_once)
+    if not jaxi.is_cond(eqn):
+        return new
+    index, *atoms = eqn.invars
+    values = {id(atom): atom for atom in atoms}
+    if len(values) == len(atoms):
+        return new
+    places, avals = {key: i for i, key in enumerate(values)}, [atom.aval for atom in values.values()]
+
+    def once(branch: ClosedJaxpr) -> ClosedJaxpr:
+        return trace(lambda *given: jaxpr_as_fun(branch)(*(given[places[id(atom)]] for atom in atoms)), avals)
+
+    params = {**new.params, "branches": tuple(map(once, jaxi.branches(new)))}
+    return new.replace(invars=[index, *values.values()], params=params)
 
 
 @weakly_cached
