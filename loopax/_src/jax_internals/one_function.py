@@ -46,7 +46,7 @@ MAKES_FUNCTIONS = _jaxlib_version >= (0, 12) or NEEDS_TELLING
 _MOST_COMPUTED = 2**14  # numbers of a result
 _MOST_IN_MATRIX = 2**18
 # Of a step: LLVM takes up to twice as long to compile so long a function as its parts. Newer versions do not look.
-_MOST_EQUATIONS = 3000 if NEEDS_TELLING else 10**6
+_MOST_EQUATIONS = 2000 if NEEDS_TELLING else 10**6
 
 _SIZES = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _DTYPES = {"bool", "bfloat16", "key<fry>"} | {f"{name}{size}" for name, sizes in _SIZES.items() for size in sizes}
