@@ -18,10 +18,10 @@ SOME_LANES = 64  # for which blocks are compared
 SOME_STEPS = 4
 
 
-class Slot(NamedTuple):
-    """A value of which one lane never has two: a leaf that a loop carries, and what it begins with."""
+class Home(NamedTuple):
+    """Where a lane has a value that one loop carries, and another one carries on."""
 
-    loop: int | None  # that carries it before; None: the loop in whose body the program stands
+    loop: int | None  # the first of them; None: that in whose body the program stands
     leaf: int  # of its carry
 
 
@@ -35,8 +35,8 @@ class Nest(NamedTuple):
     blocks: tuple[ClosedJaxpr, ...]  # known -> (low, high, *carry of the next loop, *kept); the last: known -> outputs
     operands: tuple[ClosedJaxpr, ...]  # of each loop: what is known before it, and kept there -> (*consts, *xs)
     loops: tuple["Inner", ...]
-    slots: tuple[tuple[Slot | None, ...], ...]  # of each loop: where the leaves of its carry are, None: of their own
-    returned: tuple[bool, ...]  # which outputs are leaves of the loop around that are where they are to be
+    homes: tuple[tuple[Home | None, ...], ...]  # of each loop's leaves; None: their own
+    returned: tuple[bool, ...]  # which outputs have their home in the leaf that they become
 
     @property
     def kept_avals(self) -> list[Sequence[Any]]:
@@ -175,8 +175,8 @@ def _cut(
     reads = [[*inputs.consts, *inputs.xs] for inputs in given]
     used = _used(blocks, [*starts, flat.outvars], [[], *reads])
     kept = _kept(blocks, used)
-    places = {x: Slot(None, leaf) for x, leaf in zip(flat.invars, leaves, strict=False) if leaf is not None}
-    slots = [_slots(i, at[i], starts[i][2:], set[Any]().union(*used[i + 1 :]), places) for i in range(len(at))]
+    places = {x: Home(None, leaf) for x, leaf in zip(flat.invars, leaves, strict=False) if leaf is not None}
+    homes = [_homes(i, at[i], starts[i][2:], set[Any]().union(*used[i + 1 :]), places) for i in range(len(at))]
 
     def known(place: int, kept: list[list[Any]]) -> list[Any]:
         results = [x for eqn in at[:place] for x in eqn.outvars]
@@ -188,8 +188,8 @@ def _cut(
         tuple(jaxi.replace_jaxpr(flat, known(i, kept[:i]), out, equations) for i, (out, equations) in numbered),
         tuple(jaxi.replace_jaxpr(flat, known(i, kept[: i + 1]), atoms, []) for i, atoms in enumerate(reads)),
         tuple(inners),
-        tuple(slots),
-        tuple(not isinstance(x, Literal) and places.get(x) == Slot(None, k) for k, x in enumerate(flat.outvars)),
+        tuple(homes),
+        tuple(not isinstance(x, Literal) and places.get(x) == Home(None, k) for k, x in enumerate(flat.outvars)),
     )
 
 
@@ -201,27 +201,27 @@ def _used(blocks: list[list[Any]], outputs: list[list[Any]], reads: list[list[An
     ]
 
 
-def _slots(
-    number: int, eqn: Any, starts: Sequence[Any], used: set[Any], places: dict[Any, Slot]
-) -> tuple[Slot | None, ...]:
-    """Where the leaves of a loop's carry are: where what they begin with is, if nobody needs that any more.
+def _homes(
+    number: int, eqn: Any, starts: Sequence[Any], used: set[Any], places: dict[Any, Home]
+) -> tuple[Home | None, ...]:
+    """The homes of a loop's leaves: those of what they begin with, if nobody needs that any more.
 
-    `used`: what is used in the loop and behind it. `places`: where values are, by variables; the results of the loop
-    are added.
+    `used`: what is used in the loop and behind it. `places`: the homes of values, by variables; those of the results of
+    the loop are added.
     """
     loop = Loop(**eqn.params)
     leaves, results = _leaves(loop)[1 + loop.num_consts :], loop.results(eqn.outvars).carry
-    slots, taken = list[Slot | None](), set[Slot]()
+    homes, taken = list[Home | None](), set[Home]()
     for start, result, leaf in zip(starts, results, leaves, strict=False):
-        slot = None
+        home = None
         if leaf is not None:
             is_free = not isinstance(start, Literal) and start not in used and start.aval == result.aval
-            slot = places.get(start) if is_free else None
-            slot = None if slot in taken else slot
-            places[result] = slot or Slot(number, leaf)
+            home = places.get(start) if is_free else None
+            home = None if home in taken else home
+            places[result] = home or Home(number, leaf)
             taken.add(places[result])
-        slots.append(slot)
-    return tuple(slots)
+        homes.append(home)
+    return tuple(homes)
 
 
 def _kept(blocks: list[list[Any]], used: list[set[Any]]) -> list[list[Any]]:

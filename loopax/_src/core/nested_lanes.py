@@ -149,14 +149,21 @@ class Program(NamedTuple):
     def _enter(self, place: int, needed: Any) -> "Program":
         """A block, and into the loop behind it."""
         loop, old = self.nest.loops[place].loop, self.at.loops[place]
-        is_own = [slot is None for slot in self.nest.slots[place]]
+        is_own = [home is None for home in self.nest.homes[place]]
 
         def block(*_: Any) -> list[Any]:
             # Before: [low, high, *carry, *kept] -> After: the values, where the lane is in the loop
             low, high, *rest = _evaluated(self.nest.blocks[place], self._known(place, place))
             ys = [jaxi.zeros(jax.typeof(y)) for y in old.ys]
             carry, kept = split_list(rest, [loop.num_carry])
-            return [jnp.int32(place + 1), *_rows_of(loop, low, high), jnp.int32(0), *ys, *compress(carry, is_own), *kept]
+            return [
+                jnp.int32(place + 1),
+                *_rows_of(loop, low, high),
+                jnp.int32(0),
+                *ys,
+                *compress(carry, is_own),
+                *kept,
+            ]
 
         values = [self.at.begun, *old[:3], *old.ys, *compress(old.carry, is_own), *self.at.kept[place]]
         begun, row, end, num_steps, *rest = at_most_once(needed, block, values)
@@ -166,14 +173,14 @@ class Program(NamedTuple):
         return self._replace(at=at)._with_loop(place, LoopState(row, end, num_steps, carry, ys, old.inside))
 
     def _with_loop(self, place: int, state: LoopState) -> "Program":
-        """With another state of a loop, and what it has changed in the slots of others."""
+        """With another state of a loop, whose carry has changed what has its home in others."""
         carry, loops = list(self.carry), _with(self.at.loops, place, state)
-        for slot, value in zip(self.nest.slots[place], state.carry, strict=True):
-            if slot is not None and slot.loop is None:
-                carry[slot.leaf] = value
-            elif slot is not None:
-                owner = loops[slot.loop]
-                loops[slot.loop] = owner._replace(carry=_with(owner.carry, slot.leaf, value))
+        for home, value in zip(self.nest.homes[place], state.carry, strict=True):
+            if home is not None and home.loop is None:
+                carry[home.leaf] = value
+            elif home is not None:
+                owner = loops[home.loop]
+                loops[home.loop] = owner._replace(carry=_with(owner.carry, home.leaf, value))
         return self._replace(at=_spread(self.nest, carry, self.at._replace(loops=loops)), carry=carry)
 
 
@@ -193,34 +200,37 @@ def _put(values: Sequence[Any], where: Sequence[bool], new: Sequence[Any]) -> li
     return [next(ahead) if is_new else value for value, is_new in zip(values, where, strict=True)]
 
 
-# Where a loop carries on what the loop around it carries, or one before it, a lane has that once: in a *slot* of one of
-# them (`Nest.slots`). In the state of a lane, it stands at all places of the slot. The single loop carries it once.
+# Where a loop begins with what the loop around it carries, or one before it, and that is needed no more, a lane has one
+# value for both, whose *home* is the carry of the other (`Nest.homes`). Here it stands in both. The single loop carries
+# it once.
 
 
 def _spread(nest: Nest, carry: Sequence[Any], at: Inside) -> Inside:
-    """With what is in slots at all of their places. `carry`: that of the loop around, which owns some."""
+    """With values that have their home elsewhere as they are there. `carry`: that of the loop around."""
     loops = list(at.loops)
-    for place, (inner, slots) in enumerate(zip(nest.loops, nest.slots, strict=True)):
-        owners = (slot and (carry if slot.loop is None else loops[slot.loop].carry) for slot in slots)
-        pairs = zip(slots, owners, loops[place].carry, strict=True)
+    for place, (inner, homes) in enumerate(zip(nest.loops, nest.homes, strict=True)):
+        owners = (home and (carry if home.loop is None else loops[home.loop].carry) for home in homes)
+        pairs = zip(homes, owners, loops[place].carry, strict=True)
         loops[place] = _spread_in(
-            inner, loops[place]._replace(carry=[owner[slot.leaf] if slot else x for slot, owner, x in pairs])
+            inner, loops[place]._replace(carry=[owner[home.leaf] if home else x for home, owner, x in pairs])
         )
     return at._replace(loops=loops)
 
 
 def _spread_in(inner: Inner, at: LoopState) -> LoopState:
-    return at if inner.body is None or at.inside is None else at._replace(inside=_spread(inner.body, at.carry, at.inside))
+    return (
+        at if inner.body is None or at.inside is None else at._replace(inside=_spread(inner.body, at.carry, at.inside))
+    )
 
 
 def _once(inner: Inner, at: LoopState) -> LoopState:
-    """With what is in slots at one place, and None at the others."""
+    """With None for values that have their home elsewhere."""
     nest, inside = inner.body, at.inside
     if nest is None or inside is None:
         return at
     of_loops = [
-        _once(inner, state._replace(carry=[None if slot else x for slot, x in zip(slots, state.carry, strict=True)]))
-        for inner, slots, state in zip(nest.loops, nest.slots, inside.loops, strict=True)
+        _once(inner, state._replace(carry=[None if home else x for home, x in zip(homes, state.carry, strict=True)]))
+        for inner, homes, state in zip(nest.loops, nest.homes, inside.loops, strict=True)
     ]
     return at._replace(inside=inside._replace(loops=of_loops))
 

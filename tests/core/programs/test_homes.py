@@ -135,14 +135,14 @@ def test_lanes_do_what_they_do_alone(step):
 
 
 def shared(step) -> int:
-    """The leaves that inner loops carry in slots of others."""
+    """The leaves that inner loops carry in homes of others."""
     closed = jax.make_jaxpr(program(step, "lockstep"))(STARTS[0], LENGTHS[0])
     (eqn,) = [eqn for eqn in closed.eqns if eqn.primitive is loop_p]
     return _shared(cut(Loop(**eqn.params)))
 
 
 def _shared(nest: Any) -> int:
-    own = sum(slot is not None for slots in nest.slots for slot in slots)
+    own = sum(home is not None for homes in nest.homes for home in homes)
     return own + sum(_shared(inner.body) for inner in nest.loops if inner.body)
 
 
@@ -167,7 +167,7 @@ def test_slots(step, expected):
     assert shared(step) == expected
 
 
-def test_the_single_loop_carries_a_slot_once():
+def test_the_single_loop_carries_a_value_once():
     def carried(step):
         closed = jax.make_jaxpr(jax.vmap(program(step, "free")))(STARTS, LENGTHS)
         single = next(Loop(**eqn.params) for eqn in equations_in(closed) if eqn.primitive is loop_p)
