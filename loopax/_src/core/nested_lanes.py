@@ -335,7 +335,7 @@ def _after_step(inner: Inner, at: LoopState, needed: Any, step: Callable[..., li
         begun = [jnp.where(needed, 0, *begun)]
     inside = at.inside and at.inside._replace(begun=begun[0])
     carry = _put(at.carry, changes, carry)
-    return at._replace(row=row, num_steps=num_steps, carry=carry, ys=ys, inside=inside)
+    return _spread_in(inner, at._replace(row=row, num_steps=num_steps, carry=carry, ys=ys, inside=inside))
 
 
 def _with_row(y: Any, row: Any, value: Any, is_innermost: bool) -> Any:

@@ -85,6 +85,15 @@ def three_levels(j, a, b):
     return lx.fori_loop(0, (j + 2) % 4, middle, a, max_steps=4), b
 
 
+def three_levels_with_more_before(j, a, b):
+    """The middle one computes with what it carries, where it begins a step in the iteration in which another ended."""
+
+    def middle(k, a):
+        return turned(a, (j + k) % 3, jnp.cos(a))
+
+    return lx.fori_loop(0, (j + 2) % 4, middle, a, max_steps=4) + 0.1, b
+
+
 def in_a_branch(j, a, b):
     return lx.cond(a.sum() > 1.0, lambda a: turned(a, j % 3), lambda a: a + 0.3, a), b
 
@@ -111,6 +120,7 @@ FORMS = [
     exchanged,
     changed_behind,
     three_levels,
+    three_levels_with_more_before,
     in_a_branch,
     with_rows,
     that_may_break,
