@@ -11,7 +11,7 @@ Here is found which inputs of a body are such arrays, through its branches, call
 it is a *version* of an input, the whole of it with some rows written, or a *view*, a part that was read.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from math import prod
 from typing import Any, NamedTuple
 
@@ -89,6 +89,13 @@ def _taken(eqn: Any, given: Sequence[Own | None]) -> Taken:
         operands[i], results[0] = True, versions[i]
     elif jaxi.takes_part(eqn) and (whole := given[0]):
         operands[0], results[0] = True, whole._replace(is_version=False)
+    elif eqn.primitive in unread_from:
+        operands[unread_from[eqn.primitive] :] = [value is not None for value in given[unread_from[eqn.primitive] :]]
+    elif eqn.primitive in branches_of_lanes:
+        written = branches_of_lanes[eqn.primitive](eqn)
+        if None not in (found := [versions[at] for at in written.values()]):
+            for (result, at), version in zip(written.items(), found, strict=True):
+                operands[at], results[result] = True, version
     elif inner := inner_of(eqn):
         own, roots = inner.settled({i for i, at in inner.operands.items() if versions[at]})
         taken = {inner.operands[i] for i in own}
@@ -96,6 +103,13 @@ def _taken(eqn: Any, given: Sequence[Own | None]) -> Taken:
         for output, root in roots.items():
             results[inner.results[output]] = versions[inner.operands[root]]
     return Taken(tuple(operands), tuple(results))
+
+
+# Of equations that ask of some operands only whether lanes have their own: the first of these.
+unread_from: dict[Primitive, int] = {}
+# Of branches that write only in lanes that are active (`core/lane_effects.py`): by results, the operands in which rows
+# are written.
+branches_of_lanes: dict[Primitive, Callable[[Any], dict[int, int]]] = {}
 
 
 def _added_to(eqn: Any, given: Sequence[Own | None]) -> int | None:
