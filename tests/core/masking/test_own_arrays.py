@@ -20,6 +20,12 @@ def other_row(x):
     return jnp.sin(x[2])
 
 
+def sum_of_rows(x, first, start):
+    """Of as many as their first elements say."""
+    goes_on = lambda s: (s[0] < 5) & (x[s[0], 0] < 0.5)
+    return lx.while_loop(goes_on, lambda s: (s[0] + 1, 0.5 * s[1] + x[s[0]]), (first, start), max_steps=5)[1]
+
+
 # What a step makes of an array, given its number and that of its lane.
 STEPS = {
     "row": lambda i, k, x: x.at[i + k + 1].set(jnp.sin(x[i + k])),
@@ -69,6 +75,17 @@ STEPS = {
         (jnp.int32(0), x),
         max_steps=2,
     )[1],
+    "branches of lanes, in an inner loop": lambda i, k, x: lx.fori_loop(
+        0,
+        (i + k) % 3,
+        lambda j, x: lax.cond((i + j) % 2 == 0, lambda x: x.at[j + k].set(jnp.sin(x[i])), lambda x: x, x),
+        x,
+        max_steps=2,
+    ),
+    "inner loop that reads": lambda i, k, x: x.at[i + k].set(sum_of_rows(x, k, x[i])),
+    "inner loop that reads, in an inner loop": lambda i, k, x: lx.fori_loop(
+        0, (i + k) % 3, lambda j, x: x.at[i + j].set(sum_of_rows(x, k, x[j])), x, max_steps=2
+    ),
     "inner loop that is reversible": lambda i, k, x: lx.fori_loop(
         0,
         2,
