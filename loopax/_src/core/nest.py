@@ -55,7 +55,9 @@ class Inner(NamedTuple):
 
 def cut(loop: Loop, is_outermost: bool = True) -> Nest:
     """Cut the body of a loop, and those of loops in it, wherever lanes may take different numbers of steps."""
-    return _cut_body(loop.body, _leaves(loop), is_outermost)
+    # Where a step may break, its carry is still needed, and no loop in it changes that.
+    offered = _leaves(loop) if loop.stop is None else (None,) * len(loop.body.in_avals)
+    return _cut_body(loop.body, offered, is_outermost)
 
 
 def _leaves(loop: Loop) -> tuple[int | None, ...]:

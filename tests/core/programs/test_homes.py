@@ -107,6 +107,20 @@ def that_may_break(j, a, b):
     return lx.fori_loop(0, (j + 2) % 3, lambda _, a: jnp.log(a + 0.2), a, max_steps=3, finite=True, throw=False), b
 
 
+def around_which_a_step_may_break(j, a, b):
+    def middle(k, ab):
+        a, b = ab
+        a = turned(a, (j + k) % 3 + 1)
+        return a, jnp.where(k == 1, jnp.log(-jnp.abs(b)), b)
+
+    return lx.fori_loop(0, (j + 1) % 4, middle, (a, b), max_steps=4, finite=True, throw=False)
+
+
+def in_a_step_that_breaks(j, a, b):
+    return turned(a, (j + 2) % 3), jnp.where(j == 1, jnp.log(-jnp.abs(b)), b)
+
+
+BREAKING = [that_may_break, in_a_step_that_breaks]
 FORMS = [
     both,
     needed_behind,
@@ -123,7 +137,8 @@ FORMS = [
     three_levels_with_more_before,
     in_a_branch,
     with_rows,
-    that_may_break,
+    around_which_a_step_may_break,
+    *BREAKING,
 ]
 
 
@@ -138,7 +153,7 @@ def program(step, lanes, **options):
 
 @pytest.mark.parametrize("step", FORMS, ids=lambda f: f.__name__)
 def test_lanes_do_what_they_do_alone(step):
-    options = {"finite": True, "throw": False} if step is that_may_break else {}
+    options = {"finite": True, "throw": False} if step in BREAKING else {}
     of_batch = jax.jit(jax.vmap(jax.value_and_grad(program(step, "free", **options))))
     wanted = alone(jax.value_and_grad(program(step, "lockstep", **options)), STARTS, LENGTHS)
     assert_close(of_batch(STARTS, LENGTHS), wanted)
