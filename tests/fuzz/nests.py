@@ -84,6 +84,16 @@ def _fori(body: Step, w: Any, x: Any, n: Any, steps: Any, **options: Any) -> Any
     return lx.fori_loop(0, steps, lambda i, x: body(w, x, n + i), x, max_steps=6, **options)
 
 
+def _finite(body: Step, w: Any, x: Any, n: Any, steps: Any, **options: Any) -> Any:
+    """A step may break, and is then undone."""
+
+    def step(i: Any, x: Any) -> Any:
+        x = body(w, x, n + i)
+        return jnp.where((n + i) % 4 == 3, jnp.log(-jnp.abs(x)), x)
+
+    return lx.fori_loop(0, steps, step, x, max_steps=6, finite=True, throw=False, **options)
+
+
 def _while(body: Step, w: Any, x: Any, n: Any, steps: Any, **options: Any) -> Any:
     step = lambda c: (body(w, c[0], n + c[1]), c[1] + 1)
     return lx.while_loop(lambda c: c[1] < steps, step, (x, jnp.zeros_like(steps)), **options)[0]
@@ -103,4 +113,4 @@ def _reverse(body: Step, w: Any, x: Any, n: Any, steps: Any, **options: Any) -> 
     return _scan(body, w, x, n, steps, reverse=True, **options)
 
 
-FORMS = [_fori, _while, _scan, _reverse]
+FORMS = [_fori, _while, _scan, _reverse, _finite]
