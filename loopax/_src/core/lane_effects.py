@@ -98,6 +98,13 @@ jaxi.register(
 branch_of_lane_p = jaxi.new_primitive("branch_of_lane")
 
 
+class BranchOfLane(NamedTuple):
+    """The parameters of the primitive."""
+
+    branches: tuple[ClosedJaxpr, ...]  # (active, *operands) -> results
+    roots: tuple[tuple[int, int], ...]  # of each result that is a version: the operand that it is of
+
+
 def _branch_of_lane(index: Any, active: Any, *operands: Any, branches: Any, roots: Any) -> list[Any]:
     del roots
     return lax.switch(index, list(map(jaxpr_as_fun, branches)), active, *operands)
@@ -124,10 +131,10 @@ def _batch_branch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], branc
 jaxi.register(
     branch_of_lane_p,
     meaning=_branch_of_lane,
-    params=["branches", "roots"],
+    params=BranchOfLane._fields,
     batch=batch_if_mapped(branch_of_lane_p, _batch_branch),
 )
-branches_of_lanes[branch_of_lane_p] = lambda eqn: {k: 2 + root for k, root in eqn.params["roots"]}
+branches_of_lanes[branch_of_lane_p] = lambda eqn: {k: 2 + root for k, root in BranchOfLane(**eqn.params).roots}
 
 
 def guarded(
