@@ -15,7 +15,7 @@ from loopax._src.core.jaxpr.evaluate import batch_expanded, evaluated_by, jvp_ex
 from loopax._src.core.jaxpr.types import batch_if_mapped
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakly_cached
 from loopax._src.core.masking import When, fill_inactive, own_if_active_p, pick
-from loopax._src.core.own_arrays import Inner, branches_of_lanes, inner_of, own_values, walks
+from loopax._src.core.own_arrays import Inner, inner_of, own_values, takes, walks
 from loopax._src.core.row_buffers import VERSION, operands_where, writes
 from loopax._src.core.stopped_loops import entered, holds_stoppable
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, inner_jaxprs, jaxpr_as_fun
@@ -134,7 +134,7 @@ jaxi.register(
     params=BranchOfLane._fields,
     batch=batch_if_mapped(branch_of_lane_p, _batch_branch),
 )
-branches_of_lanes[branch_of_lane_p] = lambda eqn: {k: 2 + root for k, root in BranchOfLane(**eqn.params).roots}
+takes[branch_of_lane_p] = lambda eqn: ([], {k: 2 + root for k, root in BranchOfLane(**eqn.params).roots})
 
 
 def guarded(
@@ -234,6 +234,14 @@ _IS_READ_AGAIN = (
 guards: dict[Primitive, Callable[[_Guard, list[Any]], Sequence[Any]]] = {}
 
 
+def _guarded_branch(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
+    index, is_active, *rest = operands
+    return branch_of_lane_p.bind(index, guard.active & is_active, *rest, **guard.eqn.params)
+
+
+guards[branch_of_lane_p] = _guarded_branch
+
+
 def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
     eqn, active = guard.eqn, guard.active
     if eqn.primitive in VERSION and guard.when != "effects":
@@ -242,9 +250,6 @@ def _guarded_equation(guard: _Guard, operands: list[Any]) -> Sequence[Any]:
         return bind_again(eqn, operands_where(active, eqn, operands, reads_own=any(guard.seen)))
     if guard.left and jaxi.updates(eqn):
         return [jaxi.written_where(active, eqn, operands)]
-    if guard.left and eqn.primitive is branch_of_lane_p:
-        index, is_active, *rest = operands
-        return branch_of_lane_p.bind(index, active & is_active, *rest, **eqn.params)
     if guard.left and jaxi.is_sum(eqn):
         (total,) = bind_again(eqn, operands)
         return [pick(active, total, operands[guard.own.index(True)])]

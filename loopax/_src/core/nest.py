@@ -18,10 +18,13 @@ SOME_LANES = 64  # for which blocks are compared
 SOME_STEPS = 4
 
 
+OUTSIDE = -1
+
+
 class Home(NamedTuple):
     """Where a lane has a value that one loop carries, and another one carries on."""
 
-    loop: int | None  # the first of them; None: that in whose body the program stands
+    loop: int  # the first of them; OUTSIDE: that in whose body the program stands
     leaf: int  # of its carry
 
 
@@ -177,7 +180,7 @@ def _cut(
     reads = [[*inputs.consts, *inputs.xs] for inputs in given]
     used = _used(blocks, [*starts, flat.outvars], [[], *reads])
     kept = _kept(blocks, used)
-    places = {x: Home(None, leaf) for x, leaf in zip(flat.invars, leaves, strict=False) if leaf is not None}
+    places = {x: Home(OUTSIDE, leaf) for x, leaf in zip(flat.invars, leaves, strict=False) if leaf is not None}
     homes = [_homes(i, at[i], starts[i][2:], set[Any]().union(*used[i + 1 :]), places) for i in range(len(at))]
 
     def known(place: int, kept: list[list[Any]]) -> list[Any]:
@@ -191,7 +194,7 @@ def _cut(
         tuple(jaxi.replace_jaxpr(flat, known(i, kept[: i + 1]), atoms, []) for i, atoms in enumerate(reads)),
         tuple(inners),
         tuple(homes),
-        tuple(not isinstance(x, Literal) and places.get(x) == Home(None, k) for k, x in enumerate(flat.outvars)),
+        tuple(not isinstance(x, Literal) and places.get(x) == Home(OUTSIDE, k) for k, x in enumerate(flat.outvars)),
     )
 
 

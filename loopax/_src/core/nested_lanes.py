@@ -174,14 +174,13 @@ class Program(NamedTuple):
 
     def _with_loop(self, place: int, state: LoopState) -> "Program":
         """With another state of a loop, whose carry has changed what has its home in others."""
-        carry, loops = list(self.carry), _with(self.at.loops, place, state)
+        loops = _with(self.at.loops, place, state)
+        *carries, outside = [*(list(state.carry) for state in loops), list(self.carry)]
         for home, value in zip(self.nest.homes[place], state.carry, strict=True):
-            if home is not None and home.loop is None:
-                carry[home.leaf] = value
-            elif home is not None:
-                owner = loops[home.loop]
-                loops[home.loop] = owner._replace(carry=_with(owner.carry, home.leaf, value))
-        return self._replace(at=_spread(self.nest, carry, self.at._replace(loops=loops)), carry=carry)
+            if home is not None:
+                [*carries, outside][home.loop][home.leaf] = value
+        loops = [state._replace(carry=carry) for state, carry in zip(loops, carries, strict=True)]
+        return self._replace(at=_spread(self.nest, outside, self.at._replace(loops=loops)), carry=outside)
 
 
 def _evaluated(program: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
@@ -209,18 +208,17 @@ def _spread(nest: Nest, carry: Sequence[Any], at: Inside) -> Inside:
     """With values that have their home elsewhere as they are there. `carry`: that of the loop around."""
     loops = list(at.loops)
     for place, (inner, homes) in enumerate(zip(nest.loops, nest.homes, strict=True)):
-        owners = (home and (carry if home.loop is None else loops[home.loop].carry) for home in homes)
-        pairs = zip(homes, owners, loops[place].carry, strict=True)
-        loops[place] = _spread_in(
-            inner, loops[place]._replace(carry=[owner[home.leaf] if home else x for home, owner, x in pairs])
-        )
+        carries = [*(state.carry for state in loops), carry]
+        pairs = zip(homes, loops[place].carry, strict=True)
+        now = [carries[home.loop][home.leaf] if home else x for home, x in pairs]
+        loops[place] = _spread_in(inner, loops[place]._replace(carry=now))
     return at._replace(loops=loops)
 
 
 def _spread_in(inner: Inner, at: LoopState) -> LoopState:
-    return (
-        at if inner.body is None or at.inside is None else at._replace(inside=_spread(inner.body, at.carry, at.inside))
-    )
+    if inner.body is None or at.inside is None:
+        return at
+    return at._replace(inside=_spread(inner.body, at.carry, at.inside))
 
 
 def _once(inner: Inner, at: LoopState) -> LoopState:

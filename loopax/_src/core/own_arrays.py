@@ -89,13 +89,8 @@ def _taken(eqn: Any, given: Sequence[Own | None]) -> Taken:
         operands[i], results[0] = True, versions[i]
     elif jaxi.takes_part(eqn) and (whole := given[0]):
         operands[0], results[0] = True, whole._replace(is_version=False)
-    elif eqn.primitive in unread_from:
-        operands[unread_from[eqn.primitive] :] = [value is not None for value in given[unread_from[eqn.primitive] :]]
-    elif eqn.primitive in branches_of_lanes:
-        written = branches_of_lanes[eqn.primitive](eqn)
-        if None not in (found := [versions[at] for at in written.values()]):
-            for (result, at), version in zip(written.items(), found, strict=True):
-                operands[at], results[result] = True, version
+    elif eqn.primitive in takes:
+        operands, results = _taken_by_ours(eqn, given, versions)
     elif inner := inner_of(eqn):
         own, roots = inner.settled({i for i, at in inner.operands.items() if versions[at]})
         taken = {inner.operands[i] for i in own}
@@ -105,11 +100,19 @@ def _taken(eqn: Any, given: Sequence[Own | None]) -> Taken:
     return Taken(tuple(operands), tuple(results))
 
 
-# Of equations that ask of some operands only whether lanes have their own: the first of these.
-unread_from: dict[Primitive, int] = {}
-# Of branches that write only in lanes that are active (`core/lane_effects.py`): by results, the operands in which rows
-# are written.
-branches_of_lanes: dict[Primitive, Callable[[Any], dict[int, int]]] = {}
+# Of primitives of loopax: the operands of which they ask only whether lanes have their own, and by results the operands
+# of which they write rows in lanes that are active.
+takes: dict[Primitive, Callable[[Any], tuple[Sequence[int], dict[int, int]]]] = {}
+
+
+def _taken_by_ours(
+    eqn: Any, given: Sequence[Own | None], versions: Sequence[Own | None]
+) -> tuple[list[bool], list[Own | None]]:
+    unread, written = takes[eqn.primitive](eqn)
+    if any(versions[at] is None for at in written.values()):
+        written = {}
+    operands = [value is not None and (at in unread or at in written.values()) for at, value in enumerate(given)]
+    return operands, [versions[written[k]] if k in written else None for k in range(len(eqn.outvars))]
 
 
 def _added_to(eqn: Any, given: Sequence[Own | None]) -> int | None:

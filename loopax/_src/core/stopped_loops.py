@@ -19,7 +19,7 @@ from loopax._src.core.jaxpr.dependence import dependence, stoppable, to_bits
 from loopax._src.core.jaxpr.types import Axis, batch_if_mapped, fill_axis, is_batched, without_tangents
 from loopax._src.core.jaxpr.util import Mask, bind_again, evaluate, trace, weakly_cached
 from loopax._src.core.masking import stop_inactive_p
-from loopax._src.core.own_arrays import unread_from
+from loopax._src.core.own_arrays import takes
 from loopax._src.jax_internals import ClosedJaxpr, Literal, Primitive, equations_in, inner_jaxprs
 
 # Operands are `active, low, high`, and the predicate of a loop that has one, with what decides about it. The result is
@@ -54,7 +54,7 @@ jaxi.register(
 )
 
 stoppable[enter_p] = lambda _: True
-unread_from[enter_p] = 4
+takes[enter_p] = lambda eqn: (range(4, len(eqn.invars)), {})
 stoppable[loop_p] = lambda eqn: Loop(**eqn.params).derivative is None and Loop(**eqn.params).inverse is None
 
 
