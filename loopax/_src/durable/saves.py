@@ -39,7 +39,7 @@ def _sealed(steps: int, goes_on: bool, sums: list[str]) -> dict[str, Any]:
 class Saves:
     """The saves of a run, each of a state after the rows that belong to it, and when they are due."""
 
-    def __init__(self, where: str, root: Path, keep: int, pace: SavePace, outputs: Outputs | None = None) -> None:
+    def __init__(self, where: str, root: Path, keep: int | None, pace: SavePace, outputs: Outputs | None = None) -> None:
         """Unfinished saves of an earlier process are removed."""
         self.where, self.directory, self.pace, self.outputs = where, root / "saves", pace, outputs
         options = ocp().CheckpointManagerOptions(
@@ -149,6 +149,24 @@ class Saves:
         if checksums(arrays) != facts["checksums"]:
             raise ValueError("what is on disk is not what was saved (its checksum differs)")
         return SavedState(step, facts["goes_on"], arrays)
+
+    def steps(self) -> list[int]:
+        """Those of which there is a save."""
+        return sorted(self._manager.all_steps())
+
+    def read(self, step: int, like: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays of one save."""
+        try:
+            return self._restore(step, like).arrays
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.where}: the save of {step} in {self.directory} is damaged ({error}). Restore it from a backup, "
+                "or delete the directory of the run to start anew."
+            ) from error
+
+    def remove(self, step: int) -> None:
+        """Delete one save."""
+        self._manager.delete(step)
 
     def close(self) -> None:
         """Wait for what has been begun, and let Orbax's threads end."""
