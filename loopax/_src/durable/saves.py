@@ -39,7 +39,9 @@ def _sealed(steps: int, goes_on: bool, sums: list[str]) -> dict[str, Any]:
 class Saves:
     """The saves of a run, each of a state after the rows that belong to it, and when they are due."""
 
-    def __init__(self, where: str, root: Path, keep: int | None, pace: SavePace, outputs: Outputs | None = None) -> None:
+    def __init__(
+        self, where: str, root: Path, keep: int | None, pace: SavePace, outputs: Outputs | None = None
+    ) -> None:
         """Unfinished saves of an earlier process are removed."""
         self.where, self.directory, self.pace, self.outputs = where, root / "saves", pace, outputs
         options = ocp().CheckpointManagerOptions(
@@ -55,8 +57,11 @@ class Saves:
             self.start(state)
             self.pace.saving(state.steps)
 
-    def start(self, state: SavedState) -> None:
-        """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end."""
+    def start(self, state: SavedState, is_older: bool = False) -> None:
+        """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end.
+
+        `is_older`: there may be saves of later states.
+        """
         self.finish()
         facts = _sealed(state.steps, state.goes_on, checksums(state.arrays))
         # Orbax may write from the very memory of an array on a CPU, which the next chunk takes for its results.
@@ -65,7 +70,7 @@ class Saves:
         written = {"state": args.StandardSave(arrays)} if arrays else {}
         items = args.Composite(facts=args.JsonSave(facts), **written)
         with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
-            self._manager.save(state.steps, args=items)
+            self._manager.save(state.steps, args=items, force=is_older)
 
     def look(self) -> None:
         """Whether what is being saved is on disk."""

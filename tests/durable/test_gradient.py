@@ -1,0 +1,163 @@
+"""Gradients of runs whose states are kept on disk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from loopax._src.durable import gradient
+from loopax._src.durable.gradient import value_and_grad
+from loopax._src.schedule.binomial import evaluations
+from tests.durable.cases import StoppedError, read_rows, same_bits
+from tests.support.reference import assert_close
+
+STEPS, CHUNK = 43, 5
+CHUNKS = 9
+PARAMS = {"w": np.random.RandomState(0).randn(3, 3) * 0.5, "s": np.float64(0.7)}
+XS = np.random.RandomState(1).randn(STEPS, 3)
+STATE_BYTES = 3 * 8 + 4 + 8  # h, k and the sum
+
+
+def body(params, carry, x):
+    h = jnp.tanh(params["w"] @ carry["h"] + x)
+    return {"h": h, "k": carry["k"] + 1}, (h**2).sum() * params["s"]
+
+
+def without_rows(params, carry, _):
+    return body(params, carry, jnp.sin(carry["k"].astype(float) * jnp.arange(3.0)))
+
+
+def loss(params, carry, total):
+    return total + (carry["h"] ** 3).sum() * params["s"] + 0.1 * carry["k"].astype(total.dtype)
+
+
+def start():
+    return {"h": jnp.full(3, 0.1), "k": jnp.int32(0)}
+
+
+def params():
+    return jax.tree.map(jnp.asarray, PARAMS)
+
+
+def in_memory(f, xs, steps):
+    def of_all(params, h, xs):
+        carry = start() | {"h": h}
+        carry, ys = lax.scan(lambda carry, x: f(params, carry, x), carry, xs, steps)
+        return loss(params, carry, ys.sum())
+
+    return jax.jit(jax.value_and_grad(of_all, (0, 1) if xs is None else (0, 1, 2)))(params(), start()["h"], xs)
+
+
+def on_disk(path, f=body, xs=XS, *, with_loss=loss, given=None, **options):
+    options = {"chunk_steps": CHUNK, "checkpoint_every": 1000.0} | options
+    run = value_and_grad(with_loss, f, directory=path, **options)
+    value, (of_params, of_init, of_xs) = run(params() if given is None else given, start(), xs)
+    assert of_init["k"] is None
+    return value, (of_params, of_init["h"], *([] if xs is None else [read_rows(of_xs)]))
+
+
+@pytest.mark.parametrize(("disk", "memory"), [(None, 0), (3, 0), (1, 2), (0, 3), (0, 0)])
+def test_gradients_are_those_of_the_loop_in_memory(tmp_path, disk, memory):
+    room = {"disk": None if disk is None else disk * STATE_BYTES, "memory": memory * STATE_BYTES}
+    assert_close(on_disk(tmp_path, **room), in_memory(body, XS, STEPS), 1e-12)
+
+
+@pytest.mark.parametrize(("steps", "chunk"), [(1, 5), (5, 5), (6, 5), (4, 1), (3, 100)])
+def test_lengths_of_runs_and_chunks(tmp_path, steps, chunk):
+    assert_close(on_disk(tmp_path, xs=XS[:steps], chunk_steps=chunk), in_memory(body, XS[:steps], steps), 1e-12)
+
+
+def test_without_rows(tmp_path):
+    found = on_disk(tmp_path, without_rows, None, length=STEPS)
+    assert_close(found, in_memory(without_rows, None, STEPS), 1e-12)
+
+
+def test_a_chunk_is_measured_once(tmp_path):
+    found = on_disk(tmp_path, chunk_steps=None)
+    assert_close(found, in_memory(body, XS, STEPS), 1e-12)
+    same_bits(on_disk(tmp_path, chunk_steps=None), found)
+
+
+class Counted:
+    """Counts what is computed, and stops a run before one of these."""
+
+    def __init__(self, monkeypatch, stop_at=None, looks=lambda: None):
+        self.names, self.stop_at, self.looks = [], stop_at, looks
+        compiled = gradient._compiled
+        monkeypatch.setattr(gradient, "_compiled", lambda *args: self._counting(compiled(*args)))
+
+    def _counting(self, run):
+        def of(name, function):
+            def counting(*args):
+                self.looks()
+                if len(self.names) == self.stop_at:
+                    raise StoppedError
+                self.names.append(name)
+                return function(*args)
+
+            return counting
+
+        return gradient.Run(of("ahead", run.forward), of("back", run.pullback), run.value)
+
+
+@pytest.mark.parametrize(("disk", "memory"), [(None, 0), (3, 0), (1, 2), (0, 1)])
+def test_evaluations_are_those_of_the_schedule(tmp_path, monkeypatch, disk, memory):
+    """And no more states are on disk than have room."""
+    room, most = {"disk": None if disk is None else disk * STATE_BYTES, "memory": memory * STATE_BYTES}, [0]
+
+    def look():
+        found = [path for path in (tmp_path / "states" / "saves").iterdir() if path.name.isdigit()]
+        most[0] = max(most[0], len(found))
+
+    counted = Counted(monkeypatch, looks=look)
+    on_disk(tmp_path, **room)
+    slots = 1 + (CHUNKS if disk is None else disk) + memory
+    assert counted.names.count("back") == CHUNKS
+    assert len(counted.names) == evaluations(CHUNKS, slots)
+    assert most[0] == (CHUNKS - 1 if disk is None else disk)
+
+
+@pytest.mark.parametrize(("disk", "memory"), [(None, 0), (2, 1)])
+@pytest.mark.parametrize("every", [1, 1000])
+def test_runs_that_stop_anywhere_end_with_the_same_bits(tmp_path, monkeypatch, disk, memory, every):
+    room = {"disk": None if disk is None else disk * STATE_BYTES, "memory": memory * STATE_BYTES}
+    options = room | {"checkpoint_every": every}
+    counted = Counted(monkeypatch)
+    expected = on_disk(tmp_path / "undisturbed", **options)
+    for stop_at in range(0, len(counted.names), 3):
+        counted.names.clear()
+        counted.stop_at = stop_at
+        with pytest.raises(StoppedError):
+            on_disk(tmp_path / f"{stop_at}", **options)
+        counted.stop_at = stop_at + 7  # behind what is done again: a second time
+        counted.names.clear()
+        try:
+            found = on_disk(tmp_path / f"{stop_at}", **options)
+        except StoppedError:
+            counted.stop_at = None
+            found = on_disk(tmp_path / f"{stop_at}", **options)
+        same_bits(found, expected)
+
+
+def test_a_run_that_has_ended_computes_nothing(tmp_path, monkeypatch):
+    expected, counted = on_disk(tmp_path), Counted(monkeypatch)
+    same_bits(on_disk(tmp_path), expected)
+    assert not counted.names
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"f": lambda params, carry, x: body(params, carry, 2.0 * x)}, "step computes something else"),
+        ({"with_loss": lambda params, carry, total: 2.0 * loss(params, carry, total)}, "step computes something else"),
+        ({"given": PARAMS | {"s": jnp.float64(0.8)}}, "other values"),
+        ({"xs": XS + 1.0}, "other values"),
+        ({"xs": XS[:-1]}, "stored float64.43,3., now float64.42,3."),
+        ({"chunk_steps": 4}, "chunk_steps"),
+    ],
+)
+def test_another_program_is_refused(tmp_path, change, message):
+    on_disk(tmp_path)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        on_disk(tmp_path, **change)
