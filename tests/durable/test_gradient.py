@@ -1,5 +1,7 @@
 """Gradients of runs whose states are kept on disk."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,7 @@ def in_memory(f, xs, steps):
     return jax.jit(jax.value_and_grad(of_all, (0, 1) if xs is None else (0, 1, 2)))(params(), start()["h"], xs)
 
 
-def on_disk(path, f=body, xs=XS, *, with_loss=loss, given=None, **options):
+def on_disk(path, f=body, xs: Any = XS, *, with_loss=loss, given=None, **options):
     options = {"chunk_steps": CHUNK, "checkpoint_every": 1000.0} | options
     run = value_and_grad(with_loss, f, directory=path, **options)
     value, (of_params, of_init, of_xs) = run(params() if given is None else given, start(), xs)

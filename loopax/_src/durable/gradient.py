@@ -281,7 +281,9 @@ def value_and_grad(
     return call
 
 
-def _compare(root: Path, loss: Any, f: Any, given: Any, state: Any, xs: list[Any], settings: dict[str, str], anyway: bool) -> None:
+def _compare(
+    root: Path, loss: Any, f: Any, given: Any, state: Any, xs: list[Any], settings: dict[str, str], anyway: bool
+) -> None:
     """Compare what is asked for with what the directory holds."""
     params, init, _ = given
 
