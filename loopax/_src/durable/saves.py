@@ -70,7 +70,7 @@ class Saves:
         written = {"state": args.StandardSave(arrays)} if arrays else {}
         items = args.Composite(facts=args.JsonSave(facts), **written)
         with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
-            self._manager.save(state.steps, args=items, force=is_older)
+            self._manager.save(state.steps, args=items, **({"force": True} if is_older else {}))
 
     def look(self) -> None:
         """Whether what is being saved is on disk."""
