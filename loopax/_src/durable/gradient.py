@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from loopax._src.core.jaxpr.util import num_bytes
+from loopax._src.core.jaxpr.util import num_bytes, padded
 from loopax._src.durable.chunk import CHUNK_BYTES, RowPlan, placed
 from loopax._src.durable.options import check, locked, refuse_transformations, write_whole
 from loopax._src.durable.outputs import Outputs
@@ -112,7 +113,7 @@ class Machine:
     def to_the_end(self, interrupts: Interrupts) -> Gradient:
         """Go on from where the run is."""
         types = jax.eval_shape(self.run.value, self.params, self.treedef.unflatten(self.states.first))
-        value, of_params, of_state = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), types)
+        value, of_params, of_state = jax.tree.map(jnp.zeros_like, types)
         like, treedef = jax.tree.flatten(Gradient(value, of_state, of_params))
         found = self.back.newest(like)
         if found is None:
@@ -201,12 +202,8 @@ class Machine:
     def _rows(self, chunk: int) -> tuple[Any, Any]:
         """The rows of xs of a chunk, and their number; behind them are zeros."""
         low, high = self.plan.rows(chunk)
-        return jax.tree.map(lambda x: _padded(x[low:high], self.plan.chunk), self.xs), np.int32(high - low)
-
-
-def _padded(rows: Any, size: int) -> Array:
-    rows = jnp.asarray(rows)
-    return jnp.pad(rows, [(0, size - len(rows)), *[(0, 0)] * (rows.ndim - 1)])
+        behind = self.plan.chunk - (high - low)
+        return jax.tree.map(lambda x: padded(jnp.asarray(x[low:high]), behind), self.xs), np.int32(high - low)
 
 
 # From the arguments to the results.
@@ -241,29 +238,15 @@ def value_and_grad(
         root, pace, keep, anyway = check(NAME, directory, checkpoint_every, 2, "auto", chunk_steps)
         row = jax.tree.map(lambda x: jnp.asarray(x[0]), xs) if leaves else None
         y = jax.eval_shape(lambda *args: f(*args)[1], params, init, row)
-        state = init, jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), y)
+        state = init, jax.tree.map(jnp.zeros_like, y)
         first, treedef = placed(jax.tree.leaves(state)), jax.tree.structure(state)
         with ExitStack() as stack:
             stack.enter_context(locked(NAME, root))
             settings = {"steps": str(steps), "kind": str(kind), "chunk_steps": str(chunk_steps)}
             _compare(root, loss, f, (params, init, row), state, leaves, settings, anyway)
-            plan = _plan(
-                root,
-                steps,
-                disk,
-                memory,
-                num_bytes(map(jax.typeof, first)),
-                lambda: (
-                    chunk_steps
-                    or _measured(
-                        _compiled(loss, f, kind, _most_rows(steps, leaves)).forward,
-                        params,
-                        state,
-                        xs,
-                        _most_rows(steps, leaves),
-                    )
-                ),
-            )
+            compiled = partial(_compiled, loss, f, kind)
+            size = _chunk_steps(root, lambda: chunk_steps or _measured(compiled, params, state, xs, steps))
+            plan = _plan(steps, size, num_bytes(map(jax.typeof, first)), disk, memory)
             zeros = jax.tree.map(lambda x: jnp.zeros((plan.chunk, *x.shape[1:]), x.dtype), xs)
             inexact = eqx.filter(zeros, eqx.is_inexact_array)
             rows = RowPlan(steps, steps - 1, -1)
@@ -273,8 +256,16 @@ def value_and_grad(
                 return stack.enter_context(closing(Saves(NAME, root / name, keep, replace(pace), outputs)))
 
             kept = States(saves("states", None), plan, first)
-            run = _compiled(loss, f, kind, plan.chunk)
-            machine = Machine(run, plan, params, xs, treedef, kept, saves("ahead", keep), saves("back", keep, outputs))
+            machine = Machine(
+                compiled(plan.chunk),
+                plan,
+                params,
+                xs,
+                treedef,
+                kept,
+                saves("ahead", keep),
+                saves("back", keep, outputs),
+            )
             gradient = machine.to_the_end(stack.enter_context(watching()))
         return gradient.value, (gradient.of_params, gradient.of_state[0], outputs.rows() if outputs else None)
 
@@ -300,30 +291,31 @@ def _compare(
     compare_with_stored(NAME, root, stored_program_of(NAME, settings, types, arrays, written), anyway)
 
 
-def _most_rows(steps: int, xs: list[Any]) -> int:
-    row_bytes = sum(x.nbytes // max(len(x), 1) for x in xs)
-    return max(min(steps, _MOST_ROWS, CHUNK_BYTES // max(row_bytes, 1)), 1)
-
-
-def _measured(forward: Callable[..., Any], params: Any, state: Any, xs: Any, most: int) -> int:
+def _measured(compiled: Callable[[int], Run], params: Any, state: Any, xs: Any, steps: int) -> int:
     """The steps of a chunk, from the time that some take."""
-    rows, steps = jax.tree.map(lambda x: _padded(x[:most], most), xs), 1
+    row_bytes = sum(x.nbytes // max(len(x), 1) for x in jax.tree.leaves(xs))
+    most = max(min(steps, _MOST_ROWS, CHUNK_BYTES // max(row_bytes, 1)), 1)
+    forward, rows, some = compiled(most).forward, jax.tree.map(lambda x: jnp.asarray(x[:most]), xs), 1
     while True:
-        jax.block_until_ready(forward(params, state, rows, np.int32(steps)))
+        jax.block_until_ready(forward(params, state, rows, np.int32(some)))
         begun = time.monotonic()
-        jax.block_until_ready(forward(params, state, rows, np.int32(steps)))
+        jax.block_until_ready(forward(params, state, rows, np.int32(some)))
         seconds = time.monotonic() - begun
-        if seconds >= _PROBE_SECONDS or steps == most:
-            return max(min(round(_CHUNK_SECONDS * steps / max(seconds, 1e-9)), most), 1)
-        steps = min(2 * steps, most)
+        if seconds >= _PROBE_SECONDS or some == most:
+            return max(min(round(_CHUNK_SECONDS * some / max(seconds, 1e-9)), most), 1)
+        some = min(2 * some, most)
 
 
-def _plan(root: Path, steps: int, disk: int | None, memory: int, state_bytes: int, chunk: Callable[[], int]) -> Plan:
-    """That of the run in a directory, or a new one; the chunk is measured once, so that a run that goes on has it."""
+def _chunk_steps(root: Path, choose: Callable[[], int]) -> int:
+    """Those of the run in a directory, or new ones: they are chosen once, so that a run that goes on has the same."""
     file = root / "plan.json"
-    size = json.loads(file.read_text())["chunk_steps"] if file.exists() else chunk()
     if not file.exists():
-        write_whole(file, json.dumps({"chunk_steps": size}))
-    chunks = -(-steps // size)
-    on_disk, in_memory = (chunks if room is None else room // max(state_bytes, 1) for room in (disk, memory))
-    return Plan(steps, size, min(on_disk, chunks), min(in_memory, chunks))
+        write_whole(file, json.dumps({"chunk_steps": choose()}))
+    return json.loads(file.read_text())["chunk_steps"]
+
+
+def _plan(steps: int, chunk: int, state_bytes: int, disk: int | None, memory: int) -> Plan:
+    """As many states as have room in so many bytes, but no more than there are chunks."""
+    chunks = -(-steps // chunk)
+    kept = (chunks if room is None else min(room // max(state_bytes, 1), chunks) for room in (disk, memory))
+    return Plan(steps, chunk, *kept)

@@ -66,7 +66,7 @@ class States:
 
     def keep(self, chunk: int, arrays: list[Array]) -> None:
         """Store a state: on disk as long as there is room, since those that are stored first are kept for longest."""
-        if chunk in self.kept(chunk + 1):
+        if chunk == 0 or chunk in self.on_disk or chunk in self.in_memory:
             return
         if len(self.on_disk) == self.plan.disk:
             self.in_memory[chunk] = [jnp.copy(x) for x in arrays]
