@@ -10,7 +10,7 @@ from jax import lax
 
 from loopax._src.durable import gradient
 from loopax._src.durable.gradient import value_and_grad
-from loopax._src.schedule.binomial import evaluations
+from loopax._src.durable.gradient_plan import fewest
 from tests.durable.cases import StoppedError, read_rows, same_bits
 from tests.support.reference import assert_close
 
@@ -59,10 +59,24 @@ def on_disk(path, f=body, xs: Any = XS, *, with_loss=loss, given=None, **options
     return value, (of_params, of_init["h"], *([] if xs is None else [read_rows(of_xs)]))
 
 
-@pytest.mark.parametrize(("disk", "memory"), [(None, 0), (3, 0), (1, 2), (0, 3), (0, 0)])
-def test_gradients_are_those_of_the_loop_in_memory(tmp_path, disk, memory):
-    room = {"disk": None if disk is None else disk * STATE_BYTES, "memory": memory * STATE_BYTES}
-    assert_close(on_disk(tmp_path, **room), in_memory(body, XS, STEPS), 1e-12)
+ROOMS = [(CHUNKS - 1, 0), (3, 0), (1, 2), (0, 3)]  # states on disk and in memory
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Sets how many states are kept."""
+    planned = gradient.plan
+
+    def of(disk, memory):
+        monkeypatch.setattr(gradient, "plan", lambda *args: planned(*args)._replace(disk=disk, memory=memory))
+
+    return of
+
+
+@pytest.mark.parametrize(("disk", "memory"), [*ROOMS, (0, 0)])
+def test_gradients_are_those_of_the_loop_in_memory(tmp_path, room, disk, memory):
+    room(disk, memory)
+    assert_close(on_disk(tmp_path), in_memory(body, XS, STEPS), 1e-12)
 
 
 @pytest.mark.parametrize(("steps", "chunk"), [(1, 5), (5, 5), (6, 5), (4, 1), (3, 100)])
@@ -86,45 +100,48 @@ class Counted:
 
     def __init__(self, monkeypatch, stop_at=None, looks=lambda: None):
         self.names, self.stop_at, self.looks = [], stop_at, looks
-        compiled = gradient._compiled
-        monkeypatch.setattr(gradient, "_compiled", lambda *args: self._counting(compiled(*args)))
+        programs = gradient.Programs
 
-    def _counting(self, run):
-        def of(name, function):
-            def counting(*args):
-                self.looks()
-                if len(self.names) == self.stop_at:
-                    raise StoppedError
-                self.names.append(name)
-                return function(*args)
+        def counting(*args):
+            found = programs(*args)
+            found.forward, found.record = self._of("forward", found.forward), self._of("record", found.record)
+            return found
 
-            return counting
+        monkeypatch.setattr(gradient, "Programs", counting)
 
-        return gradient.Run(of("ahead", run.forward), of("back", run.pullback), run.value)
+    def _of(self, name, function):
+        def counting(*args):
+            self.looks()
+            if len(self.names) == self.stop_at:
+                raise StoppedError
+            self.names.append(name)
+            return function(*args)
+
+        return counting
 
 
-@pytest.mark.parametrize(("disk", "memory"), [(None, 0), (3, 0), (1, 2), (0, 1)])
-def test_evaluations_are_those_of_the_schedule(tmp_path, monkeypatch, disk, memory):
+@pytest.mark.parametrize(("disk", "memory"), [*ROOMS, (0, 1)])
+def test_evaluations_are_those_of_the_schedule(tmp_path, monkeypatch, room, disk, memory):
     """And no more states are on disk than have room."""
-    room, most = {"disk": None if disk is None else disk * STATE_BYTES, "memory": memory * STATE_BYTES}, [0]
+    room(disk, memory)
+    most = [0]
 
     def look():
         found = [path for path in (tmp_path / "states" / "saves").iterdir() if path.name.isdigit()]
         most[0] = max(most[0], len(found))
 
     counted = Counted(monkeypatch, looks=look)
-    on_disk(tmp_path, **room)
-    slots = 1 + (CHUNKS if disk is None else disk) + memory
-    assert counted.names.count("back") == CHUNKS
-    assert len(counted.names) == evaluations(CHUNKS, slots)
-    assert most[0] == (CHUNKS - 1 if disk is None else disk)
+    on_disk(tmp_path)
+    assert counted.names.count("record") == CHUNKS
+    assert len(counted.names) == fewest(CHUNKS, 1 + disk + memory)
+    assert most[0] <= disk
 
 
-@pytest.mark.parametrize(("disk", "memory"), [(None, 0), (2, 1)])
+@pytest.mark.parametrize(("disk", "memory"), [(CHUNKS - 1, 0), (2, 1)])
 @pytest.mark.parametrize("every", [1, 1000])
-def test_runs_that_stop_anywhere_end_with_the_same_bits(tmp_path, monkeypatch, disk, memory, every):
-    room = {"disk": None if disk is None else disk * STATE_BYTES, "memory": memory * STATE_BYTES}
-    options = room | {"checkpoint_every": every}
+def test_runs_that_stop_anywhere_end_with_the_same_bits(tmp_path, monkeypatch, room, disk, memory, every):
+    room(disk, memory)
+    options = {"checkpoint_every": every}
     counted = Counted(monkeypatch)
     expected = on_disk(tmp_path / "undisturbed", **options)
     for stop_at in range(0, len(counted.names), 3):
@@ -155,7 +172,7 @@ def test_a_run_that_has_ended_computes_nothing(tmp_path, monkeypatch):
         ({"with_loss": lambda params, carry, total: 2.0 * loss(params, carry, total)}, "step computes something else"),
         ({"given": PARAMS | {"s": jnp.float64(0.8)}}, "other values"),
         ({"xs": XS + 1.0}, "other values"),
-        ({"xs": XS[:-1]}, "stored float64.43,3., now float64.42,3."),
+        ({"xs": XS[:-1]}, "steps: stored 43, now 42"),
         ({"chunk_steps": 4}, "chunk_steps"),
     ],
 )

@@ -160,12 +160,12 @@ class CompiledChunk:
         self.first = placed(traced.arrays, self._closed_over)
         num_consts, self._sizes = len(self._closed_over), [len(self.first), len(traced.y_spec.avals)]
         shardings = [x.sharding for x in self.first]
-        whole = _replicated(self.first) if jax.process_count() > 1 else None  # each process has all rows then
+        whole = replicated(self.first) if jax.process_count() > 1 else None  # each process has all rows then
         others = [whole] * (len(traced.closed.out_avals) - len(shardings))
         function = jax.jit(
             jaxpr_as_fun(opened),
             donate_argnums=range(num_consts, num_consts + len(self.first)),
-            out_shardings=[*shardings, *others] if _replicated(self.first) else None,
+            out_shardings=[*shardings, *others] if replicated(self.first) else None,
         )
         self._compiled = function.lower(*self._closed_over, *self.first, *start, np.int32(0)).compile()
 
@@ -184,13 +184,13 @@ def placed(arrays: Sequence[jax.Array], beside: Sequence[Any] = ()) -> list[jax.
     copies = [jnp.array(x, x.dtype, copy=True) for x in arrays]  # of strong types
     others = [x for x in beside if isinstance(x, jax.Array)]
     chosen = [x.sharding for x in [*arrays, *others] if x.committed]
-    where = _replicated([*arrays, *others]) or next(iter(chosen), None)
+    where = replicated([*arrays, *others]) or next(iter(chosen), None)
     if where is None:
         return copies
     return [x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, where) for x in copies]
 
 
-def _replicated(arrays: Sequence[jax.Array]) -> NamedSharding | None:
+def replicated(arrays: Sequence[jax.Array]) -> NamedSharding | None:
     """On all devices of the mesh over which some of these are spread."""
     meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
     return NamedSharding(meshes[0], PartitionSpec()) if meshes else None

@@ -1,321 +1,460 @@
-"""Gradients of long runs: states before chunks on disk, and chunks differentiated from the last one to the first.
+"""`value_and_grad` of long runs: from its arguments to its results."""
 
-A forward pass takes all chunks, and keeps the state before some of them (`durable/states.py`). Then each chunk is
-differentiated from its state, which is read, or computed again from one before it. The schedule is the binomial one, a
-step of which is a chunk (`schedule/binomial.py`); its lowest slots are on disk, and those above them in memory.
-
-What a chunk gives depends on its state alone, and a state is the same whether it is read or computed again. So a run
-that goes on asks the schedule anew, from the states that are on disk, and ends with the same bits.
-"""
-
-import json
-import time
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jaxtyping import PyTree
 
-from loopax._src.core.jaxpr.util import num_bytes, padded
-from loopax._src.durable.chunk import CHUNK_BYTES, RowPlan, placed
-from loopax._src.durable.options import check, locked, refuse_transformations, write_whole
+from loopax._src.core.jaxpr.util import MOST_STEPS, num_bytes
+from loopax._src.durable.chunk import RowPlan, placed
+from loopax._src.durable.gradient_chunk import Functions, Given, Problem, Programs, inexact, tree_of
+from loopax._src.durable.gradient_plan import Bounds, choice, fewest, plan
+from loopax._src.durable.gradient_run import GradientRun
+from loopax._src.durable.options import check, locked, refuse_transformations
 from loopax._src.durable.outputs import Outputs
-from loopax._src.durable.pace import Interrupts, SavePace, watching
-from loopax._src.durable.saves import SavedState, Saves
-from loopax._src.durable.states import Plan, States
+from loopax._src.durable.pace import watching
+from loopax._src.durable.row_source import RowSource
+from loopax._src.durable.saves import Saves
+from loopax._src.durable.states import States, Transfers
 from loopax._src.durable.step_hash import Written
-from loopax._src.durable.stored_program import compare_with_stored, stored_program_of
+from loopax._src.durable.stored_program import compare_with_stored, refuse_unsavable, stored_program_of, types_of
+from loopax._src.frontend.options import Words, check_callable, one_bool, pair
+from loopax._src.frontend.steps import call_user
+from loopax._src.jax_internals import api_boundary
+from loopax._src.kinds import Kind, KindLike, Lax, Residuals, to_kind
 from loopax._src.loops import scan
-from loopax._src.pytrees.leaves import pack
-from loopax._src.schedule.binomial import replay, starts
+from loopax._src.nnx.functional import roots
+from loopax._src.progress import ProgressLike, Reporter, Shown, to_progress
+from loopax._src.pytrees.leaves import Dynamic, describe, describe_node, pack, type_in_words
+from loopax._src.pytrees.static import Why, int_within, static_bool
+from loopax._src.schedule.binomial import evaluations
+from loopax._src.settings import settings
 
 NAME = "durable.value_and_grad"
-_CHUNK_SECONDS, _PROBE_SECONDS, _MOST_ROWS = 0.2, 0.02, 1 << 16
+LOOPS = "scan", "fori_loop", "while_loop"
+_WORDS = Words(NAME, "f", "xs", "ys")
+_INFO = Why("the structure of what is returned", "give info=True in all calls, and leave out what is not wanted")
+_UNBOUNDED_STEPS = 2**62
+_HALF = jnp.float16, jnp.bfloat16
 
 
-# The compiled parts. A state is (carry, sum of ys); leaves of inexact dtypes are differentiated.
+class Gradients(NamedTuple):
+    """Gradients of a long run.
+
+    Attributes
+    ----------
+    params, init
+        Pytrees as those given: a gradient for each array of real or complex numbers, None for all other leaves.
+    xs
+        The same, of arrays on disk (`durable.Rows`), a row for each step. None without `xs`.
+
+    """
+
+    params: PyTree[Any]
+    init: PyTree[Any]
+    xs: PyTree[Any] = None
 
 
-class Run(NamedTuple):
-    """What a run computes with."""
+class GradientInfo(NamedTuple):
+    """What the gradient of a long run has taken; returned with `info=True`.
 
-    forward: Callable[..., Any]  # (params, state, rows of xs, number of steps) -> state
-    pullback: Callable[..., Any]  # (*as forward, cotangent of the state, sum of those of params) -> both, and of rows
-    value: Callable[..., Any]  # (params, state) -> value, cotangents of params and of the state
+    Attributes
+    ----------
+    num_steps : int
+        The steps of the loop.
+    chunk_steps : int
+        The steps of a chunk.
+    kind : Kind
+        What is stored within a chunk, while it is differentiated.
+    evaluations : float
+        How often each step is evaluated, on average, by a run that nothing interrupts.
+    states_on_disk, states_in_memory : int
+        How many states are kept between chunks, at a time.
+    state_bytes : int
+        The size of one.
+    evaluated : float
+        As `evaluations`, of this call alone.
+    bytes_written, bytes_read : int
+        States that this call has written and read.
+    hidden : float
+        The share of the time of these writes and reads during which the call has computed.
+    more_disk : dict of int to float
+        What `evaluations` would be with more bytes of `disk`.
 
+    """
 
-def _compiled(loss: Any, f: Any, kind: Any, rows: int) -> Run:
-    """For chunks of at most so many rows."""
-
-    def forward(params: Any, state: Any, xs: Any, most: Any, **options: Any) -> Any:
-        def step(state: Any, x: Any) -> Any:
-            carry, total = state
-            carry, y = f(params, carry, x)
-            return (carry, jax.tree.map(jnp.add, total, y)), None
-
-        bound = {} if jax.tree.leaves(xs) else {"max_steps": rows}
-        return scan(step, state, xs, length=most, **bound, **options)[0]
-
-    def pullback(params: Any, state: Any, xs: Any, most: Any, cotangent: Any, total: Any) -> Any:
-        inexact, rest = eqx.partition((params, state, xs), eqx.is_inexact_array)
-
-        def of_inexact(*inexact: Any) -> Any:
-            params, state, xs = eqx.combine(inexact, rest)
-            return eqx.filter(forward(params, state, xs, most, kind=kind), eqx.is_inexact_array)
-
-        of_params, of_state, of_rows = jax.vjp(of_inexact, *inexact)[1](cotangent)
-        return of_state, jax.tree.map(jnp.add, total, of_params), of_rows
-
-    def value(params: Any, state: Any) -> Any:
-        inexact, rest = eqx.partition((params, state), eqx.is_inexact_array)
-
-        def of_inexact(inexact: Any) -> Any:
-            params, (carry, total) = eqx.combine(inexact, rest)
-            return loss(params, carry, total)
-
-        found, (of_params, of_state) = jax.value_and_grad(of_inexact)(inexact)
-        return found, of_params, of_state
-
-    return Run(jax.jit(forward), jax.jit(pullback, donate_argnums=(4, 5)), jax.jit(value))
-
-
-# The run.
+    num_steps: int
+    chunk_steps: int
+    kind: Any
+    evaluations: float
+    states_on_disk: int
+    states_in_memory: int
+    state_bytes: int
+    evaluated: float
+    bytes_written: int
+    bytes_read: int
+    hidden: float
+    more_disk: dict[int, float]
 
 
-class Gradient(NamedTuple):
-    """What is known on the way back: the value, and cotangents of the state before a chunk, and of the parameters."""
+class _Asked(NamedTuple):
+    """What is to be differentiated, as the user says it."""
 
-    value: Array
-    of_state: Any
-    of_params: Any
+    loss: Callable[..., Any]
+    f: Callable[..., Any]
+    loop: str
+    length: int | None
+    cond_fun: Callable[[Any, Any], Any] | None
+    cotangents: Any
 
+    def check(self) -> "_Asked":
+        """The same, or an error."""
+        if self.loop not in LOOPS:
+            raise ValueError(f"{NAME}(loop=...): got {self.loop!r}, expected one of {', '.join(map(repr, LOOPS))}.")
+        check_callable(f"{NAME}(loss)", self.loss)
+        check_callable(f"{NAME}(f)", self.f)
+        if self.loop == "while_loop":
+            check_callable(f"{NAME}(cond_fun=...), which says whether a while_loop goes on", self.cond_fun)
+        elif self.cond_fun is not None:
+            raise ValueError(
+                f"{NAME}(cond_fun=...): only loop='while_loop' has a condition, and this is a {self.loop}."
+            )
+        if self.cotangents is not None and self.loop != "scan":
+            raise ValueError(f"{NAME}(cotangents=...): only loop='scan' has outputs, and this is a {self.loop}.")
+        if self.length is None:
+            return self
+        most = MOST_STEPS if self.loop == "fori_loop" else _UNBOUNDED_STEPS
+        return self._replace(length=int_within(f"{NAME}(length=...)", self.length, 0, most))
 
-@dataclass(frozen=True)
-class Machine:
-    """Everything that a run needs, but for where it stands."""
+    def step(self, params: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        """As of `scan`; with cotangents, x is a row of xs and one of them."""
+        if self.loop == "fori_loop":
+            return call_user(f"f of {NAME}", self.f, ["params", "i", "carry"], params, x, carry), None
+        if self.loop == "while_loop":
+            return call_user(f"f of {NAME}", self.f, ["params", "carry"], params, carry), None
+        x, of_y = x
+        carry, y = pair(_WORDS, call_user(_WORDS.where, self.f, ["params", "carry", "x"], params, carry, x))
+        return carry, y if self.cotangents is None else _paired(of_y, y)
 
-    run: Run
-    plan: Plan
-    params: Any
-    xs: Any
-    treedef: Any  # of a state
-    states: States
-    ahead: Saves  # where the forward pass is
-    back: Saves  # where the way back is, after the rows of cotangents of xs that belong to it
+    def goes_on(self, params: Any, carry: Any) -> Any:
+        """The condition of a `while_loop`."""
+        where = f"cond_fun of {NAME}"
+        return one_bool(where, call_user(where, self.cond_fun, ["params", "carry"], params, carry))
 
-    def to_the_end(self, interrupts: Interrupts) -> Gradient:
-        """Go on from where the run is."""
-        types = jax.eval_shape(self.run.value, self.params, self.treedef.unflatten(self.states.first))
-        value, of_params, of_state = jax.tree.map(jnp.zeros_like, types)
-        like, treedef = jax.tree.flatten(Gradient(value, of_state, of_params))
-        found = self.back.newest(like)
-        if found is None:
-            last = self.treedef.unflatten(self.forward(interrupts))
-            value, of_params, of_state = self.run.value(self.params, last)
-            end, gradient = self.plan.chunks, Gradient(value, of_state, of_params)
-        else:
-            end, gradient = self.plan.chunk_before(found.steps), treedef.unflatten(found.arrays)
-            self.states.begin(end)
-        if self.back.outputs is not None:
-            self.back.outputs.open(0 if found is None else found.steps)
-        return self.backward(end, gradient, interrupts)
+    def number(self, params: Any, carry: Any, total: Any) -> Any:
+        """The loss."""
+        where, ys = f"loss of {NAME}", [total] if self.loop == "scan" else []
+        value = call_user(where, self.loss, ["params", "carry", *["sum_of_ys"] * len(ys)], params, carry, *ys)
+        if not (isinstance(value, jax.Array | np.ndarray | np.generic | float) and jnp.ndim(value) == 0):
+            raise TypeError(f"{where} must return one real number (a scalar). Got {describe_node(value)}.")
+        value = jnp.asarray(value)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{where} must return one real number. Got {describe(value)}.")
+        return value
 
-    def forward(self, interrupts: Interrupts) -> list[Array]:
-        """The last state."""
-        state = self.ahead.newest(self.states.first) or SavedState(0, True, self.states.read(0))
-        chunk, arrays, kept = state.steps, state.arrays, set(starts(self.plan.chunks, self.plan.slots))
-        self.states.begin(chunk + 1)
-        self.ahead.pace.begin(chunk)
-        while chunk < self.plan.chunks and not interrupts.received:
-            if chunk in kept:
-                self.states.keep(chunk, arrays)
-            arrays = self._timed(self.ahead.pace, 1, lambda chunk=chunk, arrays=arrays: self._advance(chunk, arrays))
-            chunk += 1
-            self.ahead.look()
-            if self.ahead.pace.should_save(chunk):
-                self.ahead.save(SavedState(chunk, True, arrays))
-        self.states.saves.finish()
-        self.ahead.end(SavedState(chunk, True, arrays), interrupts, f"{chunk} of {self.plan.chunks} chunks ahead")
-        return arrays
+    def rows(self, xs: Any) -> tuple[RowSource, int, int]:
+        """Those of xs and of cotangents, how many arrays are in xs, and the steps; -1: nobody knows."""
+        if self.loop != "scan" and xs is not None:
+            raise TypeError(f"{NAME}: xs are the rows of loop='scan', and this is a {self.loop}. Close over arrays.")
+        rows = RowSource(NAME, (xs, self.cotangents)) if self.loop == "scan" else RowSource(NAME, None)
+        if rows.length is not None and self.length not in (None, rows.length):
+            raise ValueError(f"{NAME}(length={self.length}): xs and cotangents have {rows.length} rows.")
+        steps = rows.length if rows.length is not None else self.length
+        if steps is None and self.loop != "while_loop":
+            raise ValueError(f"{NAME}(length=...): nothing else says how many steps there are. Give their number.")
+        return rows, len(jax.tree.leaves(xs)), -1 if self.loop == "while_loop" else steps
 
-    def backward(self, end: int, gradient: Gradient, interrupts: Interrupts) -> Gradient:
-        """Differentiate the chunks before `end`, from the last to the first."""
-        plan, states, saves = self.plan, self.states, self.back
+    def problem(self, params: Any, init: Any, xs: Any) -> tuple[Problem, Given, RowSource, int]:
+        """What is to be differentiated, what the first step is given but for rows, rows, and the steps."""
+        for what, tree in (("params", params), ("init", init)):
+            if roots(tree):
+                raise TypeError(
+                    f"{NAME}: {what} holds NNX objects, which have no gradient of their own. Give "
+                    "`nnx.split(model)[1]`, and merge it in the body."
+                )
+        rows, num_xs, steps = self.rows(xs)
+        of_params, params_spec = pack(params)
+        of_init, init_spec = pack(init)
+        found: list[Any] = []
 
-        def save() -> None:
-            saves.save(SavedState(plan.steps_behind(end), True, jax.tree.leaves(gradient)))
-            saves.finish()
-            states.clear()
+        def one(of_params: Any, of_init: Any, row: Any) -> Any:
+            params = params_spec.unpack(of_params)
+            x = jnp.zeros(1, jnp.int32) if self.loop == "fori_loop" else rows.unpack(row)
+            length = None if jax.tree.leaves(x) else 1
+            carry, ys = scan(lambda carry, x: self.step(params, carry, x), init_spec.unpack(of_init), x, length)
+            arrays, spec = pack((carry, jax.tree.map(_sum, ys)))
+            found.append(spec)
+            return arrays
 
-        states.make_room = save
-        saves.pace.begin(plan.steps_behind(end))
-        arrays: list[Array] = []
-        for name, chunk in replay(states.kept(end), end, plan.slots) if end else ():
-            if interrupts.received:
-                break
-            if name == "keep":
-                states.keep(chunk, arrays)
-            elif name == "restore":
-                arrays = states.read(chunk)
-            elif name == "advance":
-                arrays = jax.block_until_ready(self._advance(chunk, arrays))
-            elif name == "drop":
-                states.drop(chunk)
-            else:
-                gradient, end = self._reverse(chunk, arrays, gradient), chunk
-                saves.look()
-                if saves.pace.should_save(plan.steps_behind(end)):
-                    save()
-        reached = SavedState(plan.steps_behind(end), True, jax.tree.leaves(gradient))
-        saves.end(reached, interrupts, f"{plan.chunks - end} of {plan.chunks} chunks back")
-        return gradient
-
-    def _advance(self, chunk: int, arrays: list[Array]) -> list[Array]:
-        """The state behind a chunk."""
-        rows, most = self._rows(chunk)
-        return jax.tree.leaves(self.run.forward(self.params, self.treedef.unflatten(arrays), rows, most))
-
-    def _reverse(self, chunk: int, arrays: list[Array], gradient: Gradient) -> Gradient:
-        """The gradient before a chunk; rows of cotangents of its xs begin to be written."""
-        (rows, most), state, outputs = self._rows(chunk), self.treedef.unflatten(arrays), self.back.outputs
-        given = self.params, state, rows, most, gradient.of_state, gradient.of_params
-        of_state, of_params, of_rows = self._timed(self.back.pace, int(most), lambda: self.run.pullback(*given))
-        if outputs is not None and outputs.writes:
-            # In the order of the way back.
-            pieces = [np.asarray(x)[: int(most)][::-1] for x in jax.tree.leaves(of_rows)]
-            outputs.write(self.plan.steps_behind(chunk + 1), pieces)
-        return Gradient(gradient.value, of_state, of_params)
-
-    def _timed(self, pace: SavePace, steps: int, compute: Callable[[], Any]) -> Any:
-        begun = time.monotonic()
-        found = jax.block_until_ready(compute())
-        pace.took(steps, time.monotonic() - begun)
-        return found
-
-    def _rows(self, chunk: int) -> tuple[Any, Any]:
-        """The rows of xs of a chunk, and their number; behind them are zeros."""
-        low, high = self.plan.rows(chunk)
-        behind = self.plan.chunk - (high - low)
-        return jax.tree.map(lambda x: padded(jnp.asarray(x[low:high]), behind), self.xs), np.int32(high - low)
+        types = jax.eval_shape(one, of_params, of_init, rows.types(1))
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in types[len(of_init) :]]
+        start = [x.astype(t.dtype) for x, t in zip(of_init, types, strict=False)]
+        arrays = placed([*of_params, *start, *zeros])
+        refuse_unsavable(NAME, [*types_of("carry, sum of ys: ", found[-1])])
+        given = Given(arrays[: len(of_params)], arrays[len(of_params) :], [], np.int32(0), np.int32(1))
+        goes_on = self.goes_on if self.loop == "while_loop" else None
+        is_counted = self.loop == "fori_loop"
+        problem = Problem(self.step, self.number, goes_on, is_counted, params_spec, found[-1], rows.spec, num_xs)
+        jax.eval_shape(Functions(problem, 1, None).value, given)
+        return problem, given, rows, steps
 
 
-# From the arguments to the results.
+def _sum(ys: Any) -> Any:
+    """Of one row; of half precision, in float32."""
+    total = jnp.sum(ys, 0)
+    return total.astype(jnp.promote_types(total.dtype, jnp.float32)) if total.dtype in _HALF else total
 
 
+def _paired(cotangents: Any, ys: Any) -> Any:
+    """The sum of the products of cotangents and outputs."""
+    try:
+        products = jax.tree.map(lambda c, y: jnp.sum((c * y).real), cotangents, ys)
+    except ValueError as error:
+        raise ValueError(
+            f"{NAME}(cotangents=...): they are not rows of a pytree like that of the outputs ({error})."
+        ) from None
+    return sum(jax.tree.leaves(products), jnp.zeros(()))
+
+
+def _of_init(init: Any, of_carry: Any) -> Any:
+    """In the dtypes of `init`, where the loop has taken others."""
+    arrays, spec = pack(init)
+    leaves = jax.tree.leaves(of_carry, is_leaf=lambda x: x is None)
+    dynamic = [found for found, leaf in zip(leaves, spec.leaves, strict=True) if isinstance(leaf, Dynamic)]
+    pairs = zip(arrays, dynamic, strict=True)
+    return tree_of(spec, [found.astype(x.dtype) for x, found in pairs if jnp.issubdtype(x.dtype, jnp.inexact)])
+
+
+def _outputs(root: Path, problem: Problem, rows: RowSource, steps: int, some: int) -> Outputs | None:
+    """Where rows of gradients of xs are written; None: there are none."""
+    if rows.length is None:
+        return None
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in rows.types(some)]
+    spec = pack(tree_of(problem.rows, inexact(zeros))[0])[1]
+    return Outputs(NAME, root / "back", spec, RowPlan(steps, steps - 1, -1)) if spec.avals else None
+
+
+def _compare(
+    root: Path, problem: Problem, given: Given, rows: RowSource, settings_: dict[str, str], anyway: bool
+) -> None:
+    """Compare what is asked for with what the directory holds."""
+    of_row = rows.types(1)
+
+    def program(params: Any, state: Any, row: Any) -> Any:
+        functions, one = Functions(problem, 1, Residuals()), Given(params, state, row, np.int32(0), np.int32(1))
+        return functions.forward(one), functions.value(one)[0]
+
+    closed = jax.make_jaxpr(program)(given.params, given.state, of_row)
+    names = [*problem.params.names("params"), *problem.state.names("carry, sum of ys: "), *problem.rows.names("rows: ")]
+    written = Written(closed, names, {}, [])
+    arrays = dict(zip(names, [*given.params, *given.state], strict=False))
+    types = {name: type_in_words(jax.typeof(x)) for name, x in arrays.items()}
+    types |= {f"a row of {name}": type_in_words(x) for name, x in zip(problem.rows.names(), of_row, strict=True)}
+    compare_with_stored(
+        NAME, root, stored_program_of(NAME, settings_, types, arrays, written, rows.checksums()), anyway
+    )
+
+
+def _bytes(name: str, value: Any) -> int:
+    return int_within(f"{NAME}({name}=...)", value, 0, 2**63 - 1, ", a number of bytes")
+
+
+def _info(run: GradientRun, kind: Kind, state_bytes: int) -> GradientInfo:
+    plan, work, transfers = run.plan, run.work, run.states.transfers
+    chunks = max(plan.chunks, 1)
+    count = evaluations if run.programs.is_open else fewest
+
+    def each(disk: int) -> float:
+        return count(chunks, 1 + disk + plan.memory) / chunks
+
+    more = {min(factor * plan.disk, chunks - 1) for factor in (2, 4, chunks)} - {plan.disk}
+    waits = min(transfers.waited / transfers.seconds, 1.0) if transfers.seconds else 0.0
+    return GradientInfo(
+        num_steps=plan.steps,
+        chunk_steps=plan.chunk,
+        kind=kind,
+        evaluations=each(plan.disk),
+        states_on_disk=min(plan.disk, chunks - 1),
+        states_in_memory=min(plan.memory, chunks - 1),
+        state_bytes=state_bytes,
+        evaluated=(work.advanced + work.reversed) / chunks,
+        bytes_written=transfers.bytes_written,
+        bytes_read=transfers.bytes_read,
+        hidden=1.0 - waits,
+        more_disk={disk * state_bytes: each(disk) for disk in sorted(more) if disk > plan.disk},
+    )
+
+
+@api_boundary
 def value_and_grad(
     loss: Callable[..., Any],
     f: Callable[..., Any],
     *,
-    directory: Any,
+    directory: str | os.PathLike[str],
+    loop: Literal["scan", "fori_loop", "while_loop"] = "scan",
     length: int | None = None,
+    cond_fun: Callable[[Any, Any], Any] | None = None,
     disk: int | None = None,
-    memory: int = 0,
-    kind: Any = "auto",
+    memory: int | None = None,
+    kind: KindLike = "auto",
+    cotangents: PyTree[Any] = None,
+    checkpoint_every: int | float | timedelta = 60.0,
+    resume: str = "auto",
     chunk_steps: int | None = None,
-    checkpoint_every: Any = 60.0,
-) -> Callable[..., tuple[Array, tuple[Any, Any, Any]]]:
-    """Value and gradient of a function of the last carry and of the sum of the outputs of a scan.
+    progress: ProgressLike = None,
+    info: bool = False,
+) -> Callable[..., Any]:
+    """Value and gradient of a loop that is too long for memory, or for one sitting: with checkpoints on disk.
 
-    `f(params, carry, x) -> (carry, y)` is its body, and `loss(params, carry, sum of ys)` a number. The function that is
-    returned takes `(params, init, xs=None)`, and returns `(value, (of params, of init, of xs))`, where the last is a
-    pytree of rows on disk. The same call starts and resumes. `disk` and `memory` are the bytes that kept states may
-    take; None: what all of them take.
+    Like `jax.value_and_grad` of this function, for each array of real or complex numbers in its arguments::
+
+        def value(params, init, xs):
+            carry, ys = loopax.scan(lambda carry, x: f(params, carry, x), init, xs, length)
+            return loss(params, carry, jax.tree.map(lambda y: y.sum(0), ys))
+
+    The function that is returned runs the loop forwards in compiled chunks of steps, writes the state before chunks to
+    disk, and differentiates the chunks from the last to the first. If the process is killed at any moment, the same
+    call goes on, and ends with the same bits. Call it from Python, not inside of `jit`, `vmap` or `grad`.
+
+    Parameters
+    ----------
+    loss
+        `loss(params, carry, sum_of_ys)` is a real number. For the other loops it is `loss(params, carry)`.
+    f
+        A step. For `loop="scan"`: `f(params, carry, x) -> (carry, y)`; for `"fori_loop"`: `f(params, i, carry) -> carry`,
+        with i from 0 on; for `"while_loop"`: `f(params, carry) -> carry`. Give large arrays as parameters, or in `xs`,
+        rather than closing over them.
+    directory
+        The directory of this run, and of no other run. loopax creates a directory that does not exist.
+    loop
+        Which loop `f` is the body of.
+    length
+        The number of steps. None: the rows of `xs` or of `cotangents`. For a `while_loop` the most steps; None: any
+        number.
+    cond_fun
+        `cond_fun(params, carry)`: whether a `while_loop` goes on.
+    disk
+        The bytes that states may take on disk. None: as many as the schedule can use. With fewer states than chunks,
+        chunks are evaluated again, as seldom as possible. Beside them are four saves of where the run is, and rows.
+    memory
+        The bytes of memory for what a chunk stores while it is differentiated, and for states that are not on disk.
+        None: those of `loopax.configure`, which are 256 MiB if nothing is said, or what the kind needs. Parameters, the
+        first and the current state, gradients and rows of a chunk come on top.
+    kind
+        What is stored within a chunk, as in `loopax.scan`. `"auto"`: residuals of each step in chunks that fit in
+        `memory`; where these would be shorter than 20 milliseconds, checkpoints.
+    cotangents
+        Rows of a pytree like that of the outputs of a scan, one for each output. Then `sum_of_ys` is one number: the sum
+        of the products of cotangents and outputs.
+    checkpoint_every
+        The most work that may be lost if the process is killed, as in `durable.scan`. The default is 60.0 seconds.
+        States in memory are lost, too, and are computed again.
+    resume, progress
+        As in `durable.scan`. Progress counts evaluations of a step; what a pullback takes counts for two.
+    chunk_steps
+        The steps in one compiled chunk. None: as many as take about 0.2 seconds, or fewer, see `kind`. The last bits of
+        a gradient depend on it, so it is stored when a run begins.
+    info
+        Whether to return a `GradientInfo`, too.
+
+    Returns
+    -------
+    function
+        `(params, init, xs=None) -> (value, gradients)`, or `((value, gradients), info)`. Only a scan takes `xs`. Its arrays
+        may be on disk: `durable.Rows`, `numpy.memmap`. The gradients are those of `params`, of `init` and of `xs`
+        (`durable.Gradients`); that of `xs` is on disk, as `durable.Rows`.
+
+    Raises
+    ------
+    TypeError
+        - The call is inside a transformation of JAX.
+        - An argument has another type than expected, `loss` does not return a real number, or `f` returns another carry
+          than it gets.
+    ValueError
+        - The directory holds a run of another program, or of other arguments; the message says what differs.
+        - `memory` or `disk` is too small (the message says the least), or the kind has no gradient.
+        - `length` is missing, or is not the number of rows.
+    RuntimeError
+        - Another process runs in the directory.
+        - A file that cannot be computed again is damaged; the message names it. States that are damaged are computed
+          again, with a `DamagedSaveWarning`.
+        - A `while_loop` would go on after `length` steps.
+    loopax.durable.SaveError
+        Something could not be written, because a disk is full for example. The same call goes on from the last save.
+    KeyboardInterrupt, SystemExit
+        After a signal, when the run is saved.
+
+    Notes
+    -----
+    Cost: each step is evaluated twice if all states have room on disk (once forwards, once for its pullback); with room
+    for s of n chunks, r times more where n is at most C(s + r, r). Writes and reads run beside the computation. If they
+    take longer than chunks do, fewer states are written.
+
+    Derivatives: of first order, in reverse mode.
+
+    Source: the schedule is the binomial one, with chunks as steps, whose lowest states are on disk (Griewank & Walther
+    2000; Stumm & Walther 2009).
+
+    See docs/long-gradients.md.
+
     """
+    asked = _Asked(loss, f, loop, length, cond_fun, cotangents).check()
+    memory_ = settings().memory if memory is None else _bytes("memory", memory)
+    disk = None if disk is None else _bytes("disk", disk)
+    named = to_kind(kind)
+    if isinstance(named, Lax):
+        raise ValueError(f"{NAME}(kind=Lax()): this kind has no gradient. Leave kind= out, or choose another one.")
+    reporter, info = to_progress(NAME, progress), static_bool(f"{NAME}(info=...)", info, _INFO)
+    durability = directory, checkpoint_every, 2, resume, chunk_steps
 
-    def call(params: Any, init: Any, xs: Any = None) -> tuple[Array, tuple[Any, Any, Any]]:
-        refuse_transformations(NAME, params, init, xs)
-        leaves = jax.tree.leaves(xs)
-        steps = len(leaves[0]) if leaves else length
-        if steps is None:
-            raise ValueError(f"{NAME}(length=...): xs has no arrays, so it says how many steps there are.")
-        root, pace, keep, anyway = check(NAME, directory, checkpoint_every, 2, "auto", chunk_steps)
-        row = jax.tree.map(lambda x: jnp.asarray(x[0]), xs) if leaves else None
-        y = jax.eval_shape(lambda *args: f(*args)[1], params, init, row)
-        state = init, jax.tree.map(jnp.zeros_like, y)
-        first, treedef = placed(jax.tree.leaves(state)), jax.tree.structure(state)
+    @api_boundary
+    def call(params: Any, init: Any, xs: Any = None) -> Any:
+        refuse_transformations(NAME, (params, init), xs, instead="`jax.value_and_grad` of a loop of loopax")
+        root, pace, keep, anyway = check(NAME, *durability)
+        problem, given, rows, steps = asked.problem(params, init, xs)
+        settings_ = {"loop": loop, "steps": str(steps), "kind": repr(named), "chunk_steps": str(chunk_steps)}
+        bounds = Bounds(NAME, disk, memory_, memory is not None, named, pace.chunk_steps)
         with ExitStack() as stack:
             stack.enter_context(locked(NAME, root))
-            settings = {"steps": str(steps), "kind": str(kind), "chunk_steps": str(chunk_steps)}
-            _compare(root, loss, f, (params, init, row), state, leaves, settings, anyway)
-            compiled = partial(_compiled, loss, f, kind)
-            size = _chunk_steps(root, lambda: chunk_steps or _measured(compiled, params, state, xs, steps))
-            plan = _plan(steps, size, num_bytes(map(jax.typeof, first)), disk, memory)
-            zeros = jax.tree.map(lambda x: jnp.zeros((plan.chunk, *x.shape[1:]), x.dtype), xs)
-            inexact = eqx.filter(zeros, eqx.is_inexact_array)
-            rows = RowPlan(steps, steps - 1, -1)
-            outputs = Outputs(NAME, root / "back", pack(inexact)[1], rows) if jax.tree.leaves(inexact) else None
+            _compare(root, problem, given, rows, settings_, anyway)
+            limit = steps if steps >= 0 else _UNBOUNDED_STEPS if asked.length is None else asked.length
+            chosen = choice(root, bounds, problem, given, rows, limit)
+            chosen = replace(chosen, chunk_steps=max(min(chosen.chunk_steps, limit), 1))
+            within = chosen.kind(named)
+            first = given._replace(rows=rows.read(0, chosen.chunk_steps))
+            programs = Programs(Functions(problem, chosen.chunk_steps, within), first)
+            state_bytes = num_bytes(map(jax.typeof, given.state))
+            planned = plan(chosen, bounds, state_bytes, programs.memory, steps)
+            outputs = _outputs(root, problem, rows, steps, chosen.chunk_steps)
 
             def saves(name: str, keep: int | None, outputs: Outputs | None = None) -> Saves:
                 return stack.enter_context(closing(Saves(NAME, root / name, keep, replace(pace), outputs)))
 
-            kept = States(saves("states", None), plan, first)
-            machine = Machine(
-                compiled(plan.chunk),
-                plan,
-                params,
-                xs,
-                treedef,
-                kept,
-                saves("ahead", keep),
-                saves("back", keep, outputs),
-            )
-            gradient = machine.to_the_end(stack.enter_context(watching()))
-        return gradient.value, (gradient.of_params, gradient.of_state[0], outputs.rows() if outputs else None)
+            def shown(what: str, total: int | None) -> Shown:
+                if reporter is None:
+                    return Shown(None, total)
+                label = f"{reporter.label or NAME}, {what}"
+                found = Shown(Reporter.of(replace(reporter, label=label), NAME, f, "evaluation"), total)
+                stack.callback(found.end, finished=False)
+                return found
+
+            at = [saves("states", None), saves("ahead", keep), saves("back", keep, outputs)]
+            transfers = stack.enter_context(closing(Transfers()))  # ends before these
+            states = States(at[0], planned.disk, planned.memory, list(given.state), transfers)
+            watched = stack.enter_context(watching())
+            run = GradientRun(NAME, programs, planned, limit, list(given.params), rows, states, *at[1:], shown, watched)
+            gradient = run.to_the_end()
+        of_init = _of_init(init, tree_of(problem.state, gradient.of_state)[0])
+        of_xs = None if outputs is None else outputs.rows()
+        found = gradient.value, Gradients(tree_of(problem.params, gradient.of_params), of_init, of_xs)
+        return (found, _info(run, within, state_bytes)) if info else found
 
     return call
-
-
-def _compare(
-    root: Path, loss: Any, f: Any, given: Any, state: Any, xs: list[Any], settings: dict[str, str], anyway: bool
-) -> None:
-    """Compare what is asked for with what the directory holds."""
-    params, init, _ = given
-
-    def program(given: Any, params: Any, state: Any) -> Any:
-        return f(*given), loss(params, *state)
-
-    closed = jax.make_jaxpr(program)(given, params, state)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((given, params, state))]
-    written = Written(closed, paths, {}, [])
-    arrays = {f"params{i}": x for i, x in enumerate(jax.tree.leaves(params))}
-    arrays |= {f"first carry{i}": x for i, x in enumerate(jax.tree.leaves(init))}
-    arrays |= {f"xs, array {i}": jnp.asarray(x) for i, x in enumerate(xs)}
-    types = {name: jax.typeof(x).str_short() for name, x in arrays.items()}
-    compare_with_stored(NAME, root, stored_program_of(NAME, settings, types, arrays, written), anyway)
-
-
-def _measured(compiled: Callable[[int], Run], params: Any, state: Any, xs: Any, steps: int) -> int:
-    """The steps of a chunk, from the time that some take."""
-    row_bytes = sum(x.nbytes // max(len(x), 1) for x in jax.tree.leaves(xs))
-    most = max(min(steps, _MOST_ROWS, CHUNK_BYTES // max(row_bytes, 1)), 1)
-    forward, rows, some = compiled(most).forward, jax.tree.map(lambda x: jnp.asarray(x[:most]), xs), 1
-    while True:
-        jax.block_until_ready(forward(params, state, rows, np.int32(some)))
-        begun = time.monotonic()
-        jax.block_until_ready(forward(params, state, rows, np.int32(some)))
-        seconds = time.monotonic() - begun
-        if seconds >= _PROBE_SECONDS or some == most:
-            return max(min(round(_CHUNK_SECONDS * some / max(seconds, 1e-9)), most), 1)
-        some = min(2 * some, most)
-
-
-def _chunk_steps(root: Path, choose: Callable[[], int]) -> int:
-    """Those of the run in a directory, or new ones: they are chosen once, so that a run that goes on has the same."""
-    file = root / "plan.json"
-    if not file.exists():
-        write_whole(file, json.dumps({"chunk_steps": choose()}))
-    return json.loads(file.read_text())["chunk_steps"]
-
-
-def _plan(steps: int, chunk: int, state_bytes: int, disk: int | None, memory: int) -> Plan:
-    """As many states as have room in so many bytes, but no more than there are chunks."""
-    chunks = -(-steps // chunk)
-    kept = (chunks if room is None else min(room // max(state_bytes, 1), chunks) for room in (disk, memory))
-    return Plan(steps, chunk, *kept)

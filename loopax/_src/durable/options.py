@@ -209,11 +209,12 @@ def loop_options(
     return replace(shared, max_steps=int_within(f"{name}(max_steps=...)", max_steps, 0, 2**63 - 1))
 
 
-def refuse_transformations(name: str, *given: Any) -> None:
+def refuse_transformations(name: str, *given: Any, instead: str | None = None) -> None:
     """Refuse to run inside of a transformation, or with values that one has left behind."""
+    instead = instead or f"`loopax.{name.split('.')[1]}`"
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in tree_leaves(given)):
         raise TypeError(
             f"{name} saves to disk while it runs, so Python calls it, and it cannot be called inside of `jax.jit`, "
-            f"`vmap`, `grad` or another transformation. Call it outside of them, or call `loopax.{name.split('.')[1]}` "
+            f"`vmap`, `grad` or another transformation. Call it outside of them, or call {instead} "
             "here, which can be transformed."
         )

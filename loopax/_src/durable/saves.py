@@ -4,7 +4,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,17 @@ class Saves:
             self.start(state)
             self.pace.saving(state.steps)
 
-    def start(self, state: SavedState, is_older: bool = False) -> None:
-        """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end.
-
-        `is_older`: there may be saves of later states.
-        """
+    def start(self, state: SavedState) -> None:
+        """Begin to save; what is given may be used up by the next chunk. Waits for an earlier save to end."""
         self.finish()
-        facts = _sealed(state.steps, state.goes_on, checksums(state.arrays))
         # Orbax may write from the very memory of an array on a CPU, which the next chunk takes for its results.
-        arrays = {name: jnp.copy(x) for name, x in _written(state.arrays).items()}
-        args = ocp().args
+        copies = [jnp.copy(x) for x in state.arrays]
+        self.write(replace(state, arrays=copies), checksums(state.arrays))
+
+    def write(self, state: SavedState, sums: list[str], is_older: bool = False) -> None:
+        """Begin to save a state, with its checksums. `is_older`: there may be saves of later states."""
+        arrays, args = _written(state.arrays), ocp().args
+        facts = _sealed(state.steps, state.goes_on, sums)
         written = {"state": args.StandardSave(arrays)} if arrays else {}
         items = args.Composite(facts=args.JsonSave(facts), **written)
         with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
@@ -141,6 +142,10 @@ class Saves:
         return None
 
     def _restore(self, step: int, like: Sequence[jax.Array]) -> SavedState:
+        return self.checked(*self.read(step, like))
+
+    def read(self, step: int, like: Sequence[jax.Array]) -> tuple[SavedState, list[str]]:
+        """The state of one save, with the types and shardings of these arrays, and its checksums."""
         args = ocp().args
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in _written(like).items()
@@ -151,23 +156,17 @@ class Saves:
         if facts != _sealed(step, facts["goes_on"], facts["checksums"]):
             raise ValueError("what is on disk is not what was saved (the checksum of its numbers differs)")
         arrays = [found.state[f"{i:05d}"] if x.size else jnp.copy(x) for i, x in enumerate(like)]
-        if checksums(arrays) != facts["checksums"]:
+        return SavedState(step, facts["goes_on"], arrays), facts["checksums"]
+
+    def checked(self, state: SavedState, sums: list[str]) -> SavedState:
+        """A state that has these checksums."""
+        if checksums(state.arrays) != sums:
             raise ValueError("what is on disk is not what was saved (its checksum differs)")
-        return SavedState(step, facts["goes_on"], arrays)
+        return state
 
     def steps(self) -> list[int]:
         """Those of which there is a save."""
         return sorted(self._manager.all_steps())
-
-    def read(self, step: int, like: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays of one save."""
-        try:
-            return self._restore(step, like).arrays
-        except Exception as error:
-            raise RuntimeError(
-                f"{self.where}: the save of {step} in {self.directory} is damaged ({error}). Restore it from a backup, "
-                "or delete the directory of the run to start anew."
-            ) from error
 
     def remove(self, step: int) -> None:
         """Delete one save."""

@@ -1,19 +1,24 @@
-"""States before chunks, that a gradient goes back to: on disk, and in memory."""
+"""States before chunks, that a gradient goes back to: on disk, written and read beside the run, and in memory."""
 
+import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 from jax import Array
 
-from loopax._src.durable.saves import SavedState, Saves
+from loopax._src.core.jaxpr.util import num_bytes
+from loopax._src.durable.options import DamagedSaveWarning
+from loopax._src.durable.saves import SavedState, Saves, checksums
 
 
 class Plan(NamedTuple):
     """Chunks, and how many states are kept at a time, beside the first one."""
 
-    steps: int  # of the run
+    steps: int  # of the run; -1: nobody knows yet
     chunk: int  # steps of a chunk; the last one may have fewer
     disk: int  # states on disk
     memory: int  # states in memory
@@ -21,7 +26,7 @@ class Plan(NamedTuple):
     @property
     def chunks(self) -> int:
         """How many there are."""
-        return -(-self.steps // self.chunk)
+        return self.chunks_before(self.steps)
 
     @property
     def slots(self) -> int:
@@ -29,16 +34,57 @@ class Plan(NamedTuple):
         return 1 + self.disk + self.memory
 
     def rows(self, chunk: int) -> tuple[int, int]:
-        """The rows of a chunk, from and to."""
+        """The steps of a chunk, from and to."""
         return chunk * self.chunk, min((chunk + 1) * self.chunk, self.steps)
 
     def steps_behind(self, chunk: int) -> int:
         """The steps of this chunk and of those behind it."""
         return self.steps - min(chunk * self.chunk, self.steps)
 
-    def chunk_before(self, steps: int) -> int:
-        """The chunk before which are so many steps, of all chunks from it on."""
-        return -(-(self.steps - steps) // self.chunk)
+    def chunks_before(self, step: int) -> int:
+        """How many chunks have begun before so many steps are taken."""
+        return -(-step // self.chunk)
+
+
+@dataclass
+class Transfers:
+    """What is written and read beside the run, one after another, and how long that takes.
+
+    Several processes do it in step with each other: the run waits.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0  # of these, the run has waited for so many
+    bytes_written: int = 0
+    bytes_read: int = 0
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loopax.durable"))
+
+    def begin(self, do: Callable[[], Any]) -> Future[Any]:
+        """Do something when all before has been done."""
+
+        def timed() -> Any:
+            begun = time.monotonic()
+            try:
+                return do()
+            finally:
+                self.seconds += time.monotonic() - begun
+
+        future = self._thread.submit(timed)
+        if jax.process_count() > 1:
+            self.wait(future)
+        return future
+
+    def wait(self, future: Future[Any]) -> Any:
+        """What has been done, when it is."""
+        begun = time.monotonic()
+        try:
+            return future.result()
+        finally:
+            self.waited += time.monotonic() - begun
+
+    def close(self) -> None:
+        """Wait for what has been begun."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 @dataclass
@@ -46,53 +92,100 @@ class States:
     """Those that are kept. The first one is known: nobody stores it."""
 
     saves: Saves
-    plan: Plan
+    disk: int  # how many at a time
+    memory: int
     first: list[Array]
+    transfers: Transfers
     make_room: Callable[[], None] = lambda: None  # makes a save of the way back, and calls `clear`
-    in_memory: dict[int, list[Array]] = field(default_factory=dict)
-    on_disk: set[int] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)  # still on disk, as a run that goes on may need them
+    _in_memory: dict[int, list[Array]] = field(default_factory=dict)
+    _on_disk: set[int] = field(default_factory=set)
+    _dropped: set[int] = field(default_factory=set)  # still on disk, as a run that goes on may need them
+    _written: Future[Any] | None = None  # the last one
+    _read: tuple[int, Future[Any]] | None = None  # ahead of its turn
 
     def begin(self, end: int) -> None:
         """Of those that an earlier process has left on disk, those before a chunk are kept, and others removed."""
-        found = set(self.saves.steps())
-        self.on_disk = {chunk for chunk in found if chunk < end}
-        self.dropped = found - self.on_disk
+        found = self.saves.steps()
+        kept = [chunk for chunk in found if chunk < end]
+        count = min(len(kept), self.disk)  # a run that goes on may have less room: those that are kept are spread
+        self._on_disk = {kept[i * len(kept) // count] for i in range(count)}
+        self._dropped = set(found) - self._on_disk
         self.clear()
 
     def kept(self, end: int) -> list[int]:
         """The chunks before `end` before which a state is kept."""
-        return sorted(chunk for chunk in {0, *self.on_disk, *self.in_memory} if chunk < end)
+        return sorted(chunk for chunk in {0, *self._on_disk, *self._in_memory} if chunk < end)
 
-    def keep(self, chunk: int, arrays: list[Array]) -> None:
-        """Store a state: on disk as long as there is room, since those that are stored first are kept for longest."""
-        if chunk == 0 or chunk in self.on_disk or chunk in self.in_memory:
+    def keep(self, chunk: int, arrays: list[Array], end: int, is_ahead: bool) -> None:
+        """Store a state from which all before `end` may be computed.
+
+        The way ahead takes the disk first, which outlives the process. The way back takes memory, if it has room for
+        those that may follow.
+        """
+        if chunk in (0, *self._on_disk, *self._in_memory):
             return
-        if len(self.on_disk) == self.plan.disk:
-            self.in_memory[chunk] = [jnp.copy(x) for x in arrays]
+        memory, disk = self.memory - len(self._in_memory), self.disk - len(self._on_disk)
+        coming = min(end - chunk, memory + disk)
+        if not disk or (coming <= memory and not (is_ahead and coming <= disk)):
+            self._in_memory[chunk] = arrays
             return
-        if len(self.on_disk) + len(self.dropped) == self.plan.disk:
+        if len(self._on_disk) + len(self._dropped) == self.disk:
             self.make_room()
-        self.saves.start(SavedState(chunk, True, arrays), is_older=True)
-        self.on_disk.add(chunk)
+        self.finish()
+        state, sums = SavedState(chunk, True, arrays), checksums(arrays)
 
-    def read(self, chunk: int) -> list[Array]:
-        """A state as it was kept."""
-        if chunk == 0 or chunk in self.in_memory:
-            return [jnp.copy(x) for x in (self.in_memory[chunk] if chunk else self.first)]
-        self.saves.finish()
-        return self.saves.read(chunk, self.first)
+        def write() -> None:
+            self.saves.write(state, sums, is_older=True)
+            self.saves.finish()
+
+        self._written = self.transfers.begin(write)
+        self.transfers.bytes_written += num_bytes(map(jax.typeof, arrays))
+        self._on_disk.add(chunk)
+
+    def read(self, chunk: int) -> list[Array] | None:
+        """A state as it was kept; None: it is damaged, and has been dropped."""
+        if chunk == 0 or chunk in self._in_memory:
+            return self._in_memory[chunk] if chunk else self.first
+        self.read_ahead(chunk)
+        assert self._read is not None
+        (_, future), self._read = self._read, None
+        try:
+            arrays = self.saves.checked(*self.transfers.wait(future)).arrays
+        except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
+            warnings.warn(
+                f"{self.saves.where}: the state before chunk {chunk} in {self.saves.directory} is damaged and has been "
+                f"removed ({type(error).__name__}: {error}). It is computed again from an earlier one.",
+                DamagedSaveWarning,
+                stacklevel=2,
+            )
+            self._on_disk.remove(chunk)
+            self.transfers.begin(lambda: self.saves.remove(chunk))
+            return None
+        self.transfers.bytes_read += num_bytes(map(jax.typeof, arrays))
+        return arrays
+
+    def read_ahead(self, chunk: int) -> None:
+        """Begin to read a state that is on disk."""
+        if chunk not in self._on_disk or (self._read is not None and self._read[0] == chunk):
+            return
+        self._read = chunk, self.transfers.begin(lambda: self.saves.read(chunk, self.first))
 
     def drop(self, chunk: int) -> None:
         """Forget a state; its files stay until `clear`."""
-        if chunk in self.on_disk:
-            self.on_disk.remove(chunk)
-            self.dropped.add(chunk)
-        self.in_memory.pop(chunk, None)
+        if chunk in self._on_disk:
+            self._on_disk.remove(chunk)
+            self._dropped.add(chunk)
+        self._in_memory.pop(chunk, None)
 
     def clear(self) -> None:
         """Remove the files of states that nobody needs any more, not even a run that goes on."""
-        self.saves.finish()
-        for chunk in sorted(self.dropped):
-            self.saves.remove(chunk)
-        self.dropped.clear()
+        self.finish()
+        for chunk in sorted(self._dropped):
+            self._written = self.transfers.begin(lambda chunk=chunk: self.saves.remove(chunk))
+        self._dropped.clear()
+
+    def finish(self) -> None:
+        """Wait until what has been kept is on disk."""
+        if self._written is not None:
+            self.transfers.wait(self._written)
+            self._written = None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -48,11 +49,16 @@ class StoredProgram:
 
 
 def stored_program_of(
-    loop: str, settings: dict[str, str], types: dict[str, str], values: Mapping[str, Any], written: Written
+    loop: str,
+    settings: dict[str, str],
+    types: dict[str, str],
+    values: Mapping[str, Any],
+    written: Written,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> StoredProgram:
-    """Describe a run; `values` are arrays."""
+    """Describe a run; `values` are arrays, `others` checksums."""
     values = {**values, **{name: to_array(x)[0] for name, x in written.arrays.items()}}
-    sums = dict(zip(values, checksums(list(values.values())), strict=True))
+    sums = dict(zip(values, checksums(list(values.values())), strict=True)) | dict(others)
     versions = FORMAT, __version__, jax.__version__, _PYTHON
     return StoredProgram(*versions, loop, settings, types, sums, written.functions, written.hash)
 
