@@ -63,7 +63,7 @@ fuzz: $(VENV)/.installed
 
 # Fifty runs of ten seconds, each killed at a random moment and resumed.
 kill-test: $(VENV)/.installed
-	LOOPAX_KILLS=50 $(BIN)/python $(PYTEST) tests/durable/test_kill.py
+	LOOPAX_KILLS=50 $(BIN)/python $(PYTEST) tests/durable/test_kill.py tests/durable/test_gradient_kill.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

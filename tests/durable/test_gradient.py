@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from loopax._src.durable import gradient
+from loopax._src.durable import gradient, gradient_plan
 from loopax._src.durable.gradient import value_and_grad
 from loopax._src.durable.gradient_plan import fewest
 from tests.durable.cases import StoppedError, read_rows, same_bits
@@ -100,14 +100,14 @@ class Counted:
 
     def __init__(self, monkeypatch, stop_at=None, looks=lambda: None):
         self.names, self.stop_at, self.looks = [], stop_at, looks
-        programs = gradient.Programs
+        programs = gradient_plan.Programs
 
         def counting(*args):
-            found = programs(*args)
+            found: Any = programs(*args)
             found.forward, found.record = self._of("forward", found.forward), self._of("record", found.record)
             return found
 
-        monkeypatch.setattr(gradient, "Programs", counting)
+        monkeypatch.setattr(gradient_plan, "Programs", counting)
 
     def _of(self, name, function):
         def counting(*args):

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import loopax as lx
 from loopax import durable
+from loopax._src.durable import gradient_plan
 
 LANES = 10  # which 4 and 8 devices do not divide
 FEATURES, SIZE = 8, 1 << 15
@@ -106,6 +108,58 @@ def durable_results(devices: Any, directory: str, steps: int, every: int, marks:
 def durable_of_all_devices(directory: str, steps: str, every: str, *marks: str) -> dict[str, list[Any]]:
     """What each process finds."""
     return shards(durable_results(jax.devices(), directory, int(steps), int(every), *marks))
+
+
+def gradient_results(devices: Any, directory: str, marks: str = "", every: Any = 60.0, **options: Any) -> Any:
+    """Gradients of a run whose carry is spread over all devices, in 40 chunks of ten milliseconds.
+
+    Each chunk that is evaluated leaves a mark, where there is a file for marks.
+    """
+    mesh = mesh_of(devices)
+    spread = NamedSharding(mesh, PartitionSpec("d"))
+    values = np.linspace(0.1, 0.9, SIZE)
+    start = jax.make_array_from_callback((SIZE,), spread, lambda index: values[index])
+
+    def step(rate: Any, x: Any, drive: Any) -> tuple[Any, Any]:
+        x = jnp.sin(rate * x) + drive
+        return x, (x[:8] ** 2).sum()
+
+    @contextmanager
+    def marked() -> Any:
+        forward, record = gradient_plan.Programs.forward, gradient_plan.Programs.record
+
+        def leaving(function: Any) -> Any:
+            def marking(*arguments: Any) -> Any:
+                with open(marks, "ab") as file:
+                    file.write(b"x")
+                time.sleep(0.01)
+                return function(*arguments)
+
+            return marking
+
+        gradient_plan.Programs.forward, gradient_plan.Programs.record = leaving(forward), leaving(record)
+        try:
+            yield
+        finally:
+            gradient_plan.Programs.forward, gradient_plan.Programs.record = forward, record
+
+    with marked() if marks else nullcontext():
+        run = durable.value_and_grad(
+            lambda rate, x, total: total + x.sum(),
+            step,
+            directory=directory,
+            chunk_steps=5,
+            checkpoint_every=float(every),
+            **options,
+        )
+        value, found = run(np.float64(1.1), start, np.sin(np.arange(200.0)))
+    rows = jnp.asarray(np.asarray(found.xs))
+    return {"value": value, "params": found.params, "init": found.init, "xs": rows}
+
+
+def gradient_of_all_devices(directory: str, *options: str) -> dict[str, list[Any]]:
+    """What each process finds, with room for six states on disk."""
+    return shards(gradient_results(jax.devices(), directory, *options, disk=6 * 8 * (SIZE + 1), memory=2**22))
 
 
 def measured_slope(kind: Any, rate: float) -> Any:

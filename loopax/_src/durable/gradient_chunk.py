@@ -4,8 +4,9 @@ What a pullback needs is recorded by one program and used by another, so that it
 A state is the flat arrays of (carry, sum of ys). Arrays of inexact dtypes are differentiated.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +14,11 @@ from jax import Array
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import replicated
+from loopax._src.durable.gradient_problem import Given, Problem
 from loopax._src.loops import scan, while_loop
 from loopax._src.pytrees.leaves import Dynamic, Spec, pack
 
 Arrays = Sequence[Array]
-
-
-class Problem(NamedTuple):
-    """What is to be differentiated, and the pytrees of parameters, of a state and of rows."""
-
-    step: Callable[[Any, Any, Any], tuple[Any, Any]]  # (params, carry, x) -> (carry, y)
-    loss: Callable[[Any, Any, Any], Any]  # (params, carry, sum of ys) -> number
-    goes_on: Callable[[Any, Any], Any] | None  # (params, carry) -> bool; None: the length is known
-    is_counted: bool  # whether x is the number of the step
-    params: Spec
-    state: Spec
-    rows: Spec
-    num_xs: int  # of the arrays of rows; those behind are not differentiated
-
-
-class Given(NamedTuple):
-    """What a chunk is given."""
-
-    params: Arrays
-    state: Arrays  # before it
-    rows: Arrays
-    first: Any  # int32: the number of its first step
-    most: Any  # int32: its steps, or the most that it may take
 
 
 def numbers_of_inexact(arrays: Arrays) -> list[int]:
@@ -66,24 +45,21 @@ class Functions:
         """`kind` says what is stored within a chunk."""
         self._problem, self._capacity, self._kind = problem, capacity, kind
         self._pull: Any = None  # how `record` has found a pullback: its structure, and which of its leaves are given
+        # Methods as attributes, for which JAX keeps what it has traced and compiled.
+        self.forward, self.record, self.pull, self.value = self._forward, self._record, self._pulled, self._value
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a condition says how many steps there are."""
-        return self._problem.goes_on is not None
-
-    def forward(self, given: Given) -> tuple[list[Any], Any, Any]:
+    def _forward(self, given: Given) -> tuple[list[Any], Any, Any]:
         """The state behind the chunk, the steps that it has taken, and whether there is another one."""
-        goes_on = self._problem.goes_on
-        if goes_on is None:
+        question = self._problem.question
+        if not question.is_open:
             return self._scan(given), given.most, jnp.ones((), bool)
         params = self._problem.params.unpack(given.params)
         start = jnp.zeros((), jnp.int32), self._problem.state.unpack(given.state)
         step = lambda at: (at[0] + 1, self._step(params, at[1], None))  # noqa: E731
-        taken, last = while_loop(lambda at: (at[0] < given.most) & goes_on(params, at[1][0]), step, start)
-        return pack(last)[0], taken, goes_on(params, last[0])
+        taken, last = while_loop(lambda at: (at[0] < given.most) & question.goes_on(params, at[1][0]), step, start)
+        return pack(last)[0], taken, question.goes_on(params, last[0])
 
-    def record(self, given: Given, _: Arrays = ()) -> tuple[list[Any], list[Any]]:
+    def _record(self, given: Given, _: Arrays = ()) -> tuple[list[Any], list[Any]]:
         """The state behind the chunk, and what `pull` needs besides the same arguments.
 
         The last argument is what an earlier chunk has recorded: it gives its memory.
@@ -100,22 +76,25 @@ class Functions:
         self._pull = structure, places
         return last, [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
 
-    def pull(
+    def _pulled(
         self, given: Given, recorded: Arrays, of_state: Arrays, of_params: Arrays
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """The cotangents of the state before the chunk, of the parameters (added up), and of the rows."""
+        jax.eval_shape(partial(self._record), given)  # anew: the last trace may be that of other settings
         structure, places = self._pull
         known, own = jax.tree.leaves(given), iter(recorded)
         pullback = structure.unflatten([next(own) if place is None else known[place] for place in places])
         more, before, of_rows = self._split(given, pullback(list(of_state)))
         return before, [a + b for a, b in zip(of_params, more, strict=True)], of_rows
 
-    def value(self, given: Given) -> tuple[Any, list[Any], list[Any]]:
+    def _value(self, given: Given) -> tuple[Any, list[Any], list[Any]]:
         """The value at a state, and the cotangents of the state and of the parameters."""
 
         def of_inexact(*new: Any) -> Any:
             params, state, *_ = self._with(given, new)
-            return self._problem.loss(self._problem.params.unpack(params), *self._problem.state.unpack(state))
+            return self._problem.question.number(
+                self._problem.params.unpack(params), *self._problem.state.unpack(state)
+            )
 
         value, pull = jax.vjp(of_inexact, *self._inexact(given))
         of_params, of_state, _ = self._split(given, pull(jnp.ones_like(value)))
@@ -145,18 +124,30 @@ class Functions:
 
     def _step(self, params: Any, state: Any, x: Any) -> Any:
         carry, total = state
-        carry, y = self._problem.step(params, carry, x)
+        carry, y = self._problem.question.step(params, carry, x)
         return carry, jax.tree.map(lambda total, y: total + y.astype(total.dtype), total, y)
 
     def _scan(self, given: Given, **options: Any) -> list[Any]:
         """The state behind so many steps."""
         params, xs = self._problem.params.unpack(given.params), self._problem.rows.unpack(given.rows)
-        if self._problem.is_counted:
+        if self._problem.question.is_counted:
             xs = given.first + jnp.arange(self._capacity, dtype=jnp.int32)
         bound = {} if jax.tree.leaves(xs) else {"max_steps": self._capacity}
         step = lambda state, x: (self._step(params, state, x), None)  # noqa: E731
         start = self._problem.state.unpack(given.state)
         return pack(scan(step, start, xs, length=given.most, **bound, **options)[0])[0]
+
+
+_interned = lru_cache(maxsize=8)(Functions)
+
+
+def functions_of(problem: Problem, capacity: int, kind: Any) -> Functions:
+    """Those of an earlier call of the same functions of the user, if they can be hashed."""
+    try:
+        hash((problem, kind))
+    except TypeError:
+        return Functions(problem, capacity, kind)
+    return _interned(problem, capacity, kind)
 
 
 def recorded_bytes(functions: Functions, given: Given) -> int:
@@ -169,7 +160,6 @@ class Programs:
 
     def __init__(self, functions: Functions, given: Given) -> None:
         """Nothing is run."""
-        self.is_open = functions.is_open
         of_state, of_params = inexact(given.state), inexact(given.params)
         recorded = jax.eval_shape(functions.record, given)[1]
         where = replicated([*given.params, *given.state])
@@ -181,19 +171,30 @@ class Programs:
             return jax.jit(function, **at, **options).lower(*arguments).compile()
 
         value = jax.eval_shape(functions.value, given)[0]
-        self.no_value = jnp.zeros(value.shape, value.dtype)
-        self.value = compiled(functions.value, (everywhere, of_state_at, of_params_at), given)
-        self.forward = compiled(functions.forward, (state_at, everywhere, everywhere), given)
-        gives = list(filter(_has_zeros, recorded))
-        self._record = compiled(functions.record, (state_at, None), given, gives, donate_argnums=1, keep_unused=True)
+        self.no_value = jnp.zeros(value.shape, value.dtype, device=where)
+        self.value = compiled(functions.value, (where, of_state_at, of_params_at), given)
+        self._forward = compiled(functions.forward, (state_at, everywhere, everywhere), given)
+        record = partial(compiled, functions.record, (state_at, None), given)
+        if where is not None:  # how XLA spreads what is recorded
+            recorded = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+                for x, at in zip(recorded, record().output_shardings[1], strict=True)
+            ]
+            record = partial(compiled, functions.record, (state_at, [x.sharding for x in recorded]), given)
+        self._room: list[Any] = list(filter(_has_zeros, recorded))
+        self._record = record(self._room, donate_argnums=1, keep_unused=True)
         out = of_state_at, of_params_at, everywhere
         arguments = given, recorded, of_state, of_params
         self._pull = compiled(functions.pull, out, *arguments, donate_argnums=(2, 3))
-        self._room: list[Array] = [jnp.zeros(x.shape, x.dtype) for x in gives]
-        self.memory = num_bytes(recorded) + max(map(_temporary_bytes, (self._record, self._pull)))
+        self.memory = _bytes(self._record, "output") + max(_bytes(x, "temp") for x in (self._record, self._pull))
+
+    def forward(self, given: Given) -> tuple[list[Array], Array, Array]:
+        """As of `Functions`."""
+        return self._forward(given)
 
     def record(self, given: Given) -> tuple[list[Array], list[Array]]:
         """As of `Functions`. What has been recorded is good until the next call."""
+        self._room = [x if isinstance(x, Array) else jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in self._room]
         last, recorded = self._record(given, self._room)
         self._room = list(filter(_has_zeros, recorded))
         return last, recorded
@@ -210,6 +211,12 @@ def _has_zeros(x: Any) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _temporary_bytes(program: Any) -> int:
+def _bytes(program: Any, what: str) -> int:
+    """Those that a compiled program takes on each device for its temporary arrays, or for its output."""
     analysis = program.memory_analysis()
-    return 0 if analysis is None else analysis.temp_size_in_bytes
+    return 0 if analysis is None else getattr(analysis, f"{what}_size_in_bytes")
+
+
+def device_bytes(arrays: Arrays) -> int:
+    """The bytes of these on each device."""
+    return num_bytes(jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays)

@@ -9,6 +9,7 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 
 import jax
@@ -17,7 +18,8 @@ from jax import Array
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import CHUNK_BYTES
-from loopax._src.durable.gradient_chunk import Functions, Given, Problem, recorded_bytes
+from loopax._src.durable.gradient_chunk import Programs, device_bytes, functions_of, recorded_bytes
+from loopax._src.durable.gradient_problem import Given, Problem
 from loopax._src.durable.options import all_agree, on_first, write_whole
 from loopax._src.durable.pace import CHUNK_SECONDS, SavePace
 from loopax._src.durable.row_source import RowSource
@@ -29,7 +31,7 @@ from loopax._src.schedule.binomial import evaluations_from
 PULLBACK = 2.0  # the time of a pullback / that of its steps, until it has been measured
 _PROBE_SECONDS = 0.02  # of steps that are measured
 _LEAST_SECONDS = 0.02  # of a chunk that stores residuals: calls and saves take milliseconds
-_MOST_STEPS = 1 << 20  # of a chunk
+_MOST_STEPS = 1 << 17  # of a chunk
 UNBOUNDED = 1 << 30  # states on disk, where nobody knows how many there will be
 
 
@@ -50,7 +52,7 @@ class Choice:
     """What is chosen when a run begins."""
 
     chunk_steps: int
-    checkpoints: int | None  # within a chunk, where nobody has named a kind; None: residuals
+    stores: str  # within a chunk, where nobody has named a kind: "residuals", "checkpoints" or "60 checkpoints"
     step_seconds: float  # measured, as what follows
     write_seconds: float  # of a state
     read_seconds: float
@@ -59,51 +61,80 @@ class Choice:
         """What is stored within a chunk."""
         if not isinstance(named, Auto):
             return named
-        return Residuals() if self.checkpoints is None else Checkpointed(self.checkpoints)
+        count, _, what = self.stores.rpartition(" ")
+        return Residuals() if what == "residuals" else Checkpointed(int(count) if count else None)
 
 
-def choice(root: Path, bounds: Bounds, problem: Problem, given: Given, rows: RowSource, steps: int) -> Choice:
-    """That of the run in the directory, or a new one. `given`: of the first step, without rows; `steps`: at most."""
-    file = root / "plan.json"
-    if not all_agree(file.exists()):
-        chosen = json.dumps(asdict(_chosen(root, bounds, problem, given, rows, steps)))
-        on_first(lambda: write_whole(file, chosen))
-    try:
-        return Choice(**json.loads(file.read_text()))
-    except (OSError, TypeError, ValueError) as error:
-        raise RuntimeError(
-            f"{bounds.name}: {file} is damaged ({error}). Restore it from a backup, or delete the directory of the run "
-            "to start anew."
-        ) from error
+@dataclass(frozen=True)
+class Division:
+    """Divides a run into chunks."""
 
+    root: Path
+    bounds: Bounds
+    problem: Problem
+    given: Given  # of the first step, without rows
+    rows: RowSource
+    steps: int  # at most
 
-def _chosen(root: Path, bounds: Bounds, problem: Problem, given: Given, rows: RowSource, steps: int) -> Choice:
-    most = max(min(steps, _MOST_STEPS, CHUNK_BYTES // max(rows.row_bytes, 1)), 1)
-    seconds = _step_seconds(problem, given, rows, most)
-    wanted = max(min(round(CHUNK_SECONDS / seconds), most), 1)
-    chunk, checkpoints = bounds.chunk_steps or wanted, None
-    if isinstance(bounds.kind, Auto):
-        state = num_bytes(map(jax.typeof, given.state))
-        fixed, each = _recorded(problem, given, rows)
-        room = bounds.memory - 2 * state - fixed
-        if room < each + state:
-            least = 3 * state + fixed + each
+    def chunk(self) -> tuple[Choice, Programs]:
+        """That of the run in the directory, or a new one."""
+        file = self.root / "plan.json"
+        if not all_agree(file.exists()):
+            chosen, programs = self._chosen()
+            on_first(lambda: write_whole(file, json.dumps(asdict(chosen))))
+            return chosen, programs
+        try:
+            chosen = Choice(**json.loads(file.read_text()))
+            return chosen, self._compiled(chosen)
+        except (OSError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{self.bounds.name}: {file} is damaged ({error}). Restore it from a backup, or delete the "
+                "directory of the run to start anew."
+            ) from error
+
+    def _compiled(self, chosen: Choice) -> Programs:
+        functions = functions_of(self.problem, chosen.chunk_steps, chosen.kind(self.bounds.kind))
+        return Programs(functions, self.given._replace(rows=self.rows.read(0, chosen.chunk_steps)))
+
+    def _chosen(self) -> tuple[Choice, Programs]:
+        bounds = self.bounds
+        row_bytes = max(self.rows.row_bytes, 1)
+        most = max(min(self.steps, _MOST_STEPS, min(CHUNK_BYTES, bounds.memory // 4) // row_bytes), 1)
+        seconds = _step_seconds(self.problem, self.given, self.rows, most)
+        wanted = bounds.chunk_steps or max(min(round(CHUNK_SECONDS / seconds), most), 1)
+        wanted = max(min(wanted, self.steps), 1)
+        transfers = (0.0, 0.0) if bounds.disk == 0 else _transfer_seconds(self.root, bounds.name, [*self.given.state])
+        if not isinstance(bounds.kind, Auto):
+            chosen = Choice(wanted, "", seconds, *transfers)
+            return chosen, self._compiled(chosen)
+        recorded, room = _recorded(self.problem, self.given, self.rows), float(bounds.memory)
+        while True:
+            chosen = Choice(*self._within(room, wanted, seconds, *recorded), seconds, *transfers)
+            programs = self._compiled(chosen)
+            if programs.memory <= bounds.memory:
+                return chosen, programs
+            room *= 0.9 * bounds.memory / programs.memory  # XLA needs more than what is recorded
+
+    def _within(self, room: float, wanted: int, seconds: float, fixed: int, each: int) -> tuple[int, str]:
+        """The steps of a chunk for which there is room, and what it stores; `fixed` and `each`: bytes of residuals."""
+        bounds, state = self.bounds, device_bytes(self.given.state)
+        free = int(room) - 2 * state - fixed
+        if free < each + state:
+            least = ceil((3 * state + fixed + each) * bounds.memory / max(room, 1.0))
             raise ValueError(
-                f"{bounds.name}(memory={bounds.memory}): the pullback of one step takes {least} bytes. Give "
+                f"{bounds.name}(memory={bounds.memory}): the pullback of one step takes about {least} bytes. Give "
                 f"memory={least} or more; {16 * least} make it several times as fast."
             )
-        fits = room // max(each, 1)
-        if fits >= chunk or (bounds.chunk_steps is None and fits * seconds >= _LEAST_SECONDS):
-            chunk = min(chunk, fits)
-        else:
-            checkpoints = min(room // max(state, 1), chunk)
-    transfers = (0.0, 0.0) if bounds.disk == 0 else _transfer_seconds(root, bounds.name, list(given.state))
-    return Choice(chunk, checkpoints, seconds, *transfers)
+        fits = free // max(each, 1)
+        if fits >= wanted or (bounds.chunk_steps is None and fits * seconds >= _LEAST_SECONDS):
+            return min(wanted, fits), "residuals"
+        count = min(free // max(state, 1), wanted)
+        return wanted, "checkpoints" if count >= 3 * wanted**0.5 else f"{count} checkpoints"
 
 
 def _step_seconds(problem: Problem, given: Given, rows: RowSource, most: int) -> float:
     """Measured, for as many steps as take long enough."""
-    forward = jax.jit(Functions(problem, most, None).forward)
+    forward = jax.jit(functions_of(problem, most, None).forward)
     given, some = given._replace(rows=rows.read(0, most)), 1
     while True:
         given = given._replace(most=np.int32(some))
@@ -118,7 +149,9 @@ def _step_seconds(problem: Problem, given: Given, rows: RowSource, most: int) ->
 
 def _recorded(problem: Problem, given: Given, rows: RowSource) -> tuple[int, int]:
     """The bytes that the pullback of a chunk needs, for no step and for each one."""
-    one, two = (recorded_bytes(Functions(problem, n, Residuals()), given._replace(rows=rows.types(n))) for n in (1, 2))
+    one, two = (
+        recorded_bytes(functions_of(problem, n, Residuals()), given._replace(rows=rows.types(n))) for n in (1, 2)
+    )
     return max(2 * one - two, 0), two - one
 
 
@@ -137,8 +170,9 @@ def _transfer_seconds(root: Path, name: str, state: list[Array]) -> tuple[float,
     return found
 
 
-def plan(chosen: Choice, bounds: Bounds, state: int, within: int, steps: int) -> Plan:
-    """Where how many states are kept, of so many bytes each; `within`: the bytes that a chunk takes; -1 steps: any."""
+def plan(chosen: Choice, bounds: Bounds, state: list[Array], within: int, steps: int) -> Plan:
+    """Where how many states are kept, that have these arrays; `within`: the bytes that a chunk takes; -1 steps: any."""
+    on_disk, on_device = (max(size, 1) for size in (num_bytes(map(jax.typeof, state)), device_bytes(state)))
     chunks = UNBOUNDED if steps < 0 else -(-steps // chosen.chunk_steps)
     if bounds.is_strict and within > bounds.memory:
         raise ValueError(
@@ -146,16 +180,17 @@ def plan(chosen: Choice, bounds: Bounds, state: int, within: int, steps: int) ->
             f"{within} bytes with kind={bounds.kind}. Give memory={within} or more, another kind, or fewer chunk_steps."
         )
     most = max(chunks - 1, 0)
-    disk = most if bounds.disk is None else min(bounds.disk // max(state, 1), most)
+    disk = most if bounds.disk is None else min(bounds.disk // on_disk, most)
     # One is used by the chunk, and one is read ahead.
-    memory = min(max(bounds.memory - within - 2 * state, 0) // max(state, 1), most)
+    memory = min(max(bounds.memory - within - 2 * on_device, 0) // on_device, most)
     if disk + memory == 0 and most > 1:
         raise ValueError(
             f"{bounds.name}(disk={bounds.disk}, memory={bounds.memory}): there is no room for a single state, of "
-            f"{state} bytes, and each chunk would be computed again from the start. Give disk={state} or more; with n "
-            "states, 2 to 3 evaluations of a step take runs of n**2 / 2 chunks."
+            f"{on_disk} bytes, and each chunk would be computed again from the start. Give disk={on_disk} or more; "
+            "with n states, 2 to 3 evaluations of a step take runs of n**2 / 2 chunks."
         )
-    return Plan(steps, chosen.chunk_steps, disk if steps < 0 else _fastest(disk, chunks, memory, chosen), memory)
+    found = Plan(steps, chosen.chunk_steps, disk, memory)
+    return found if steps < 0 else _fastest(found, chosen)
 
 
 def fewest(chunks: int, slots: int) -> int:
@@ -166,14 +201,38 @@ def fewest(chunks: int, slots: int) -> int:
     return evaluations_from([0], chunks, slots) - chunks if chunks else 0
 
 
-def _fastest(most: int, chunks: int, memory: int, chosen: Choice) -> int:
-    """How many states to keep on disk: all that have room, or as many as are written and read without a wait."""
-    chunk = chosen.chunk_steps * chosen.step_seconds
+def fewest_spread(chunks: int, disk: int, memory: int) -> int:
+    """The same, where states on disk are spread evenly, and those between them in memory."""
+    short, longer = divmod(chunks, disk + 1)
+    lengths = {short: disk + 1 - longer, short + 1: longer}
+    last = -(-chunks // (disk + 1))  # the forward pass goes through it once, as its first way back
+    return chunks - last + sum(many * fewest(length, 1 + memory) for length, many in lengths.items())
 
-    def seconds(disk: int) -> float:
-        back = (fewest(chunks, 1 + disk + memory) + (PULLBACK - 1) * chunks) * chunk
-        waits = disk * chosen.write_seconds - chunks * chunk, disk * chosen.read_seconds - back
-        return back + sum(max(wait, 0.0) for wait in waits)
 
-    hidden = int(chunks * chunk / max(chosen.write_seconds, 1e-9))
-    return min((most, min(most, hidden)), key=seconds)
+def evaluated(plan: Plan) -> int:
+    """How many chunks a plan evaluates."""
+    if plan.is_spread:
+        return fewest_spread(plan.chunks, plan.disk, plan.memory)
+    return fewest(plan.chunks, plan.slots)
+
+
+def _fastest(widest: Plan, chosen: Choice) -> Plan:
+    """How many states to keep on disk, and which: `widest` keeps as many as have room.
+
+    The binomial schedule evaluates the fewest chunks, but writes other states on its way back. Where the disk is slow,
+    states that are spread evenly and written once take less time.
+    """
+    chunks, chunk = widest.chunks, chosen.chunk_steps * chosen.step_seconds
+    write, read = chosen.write_seconds, chosen.read_seconds
+
+    def seconds(plan: Plan) -> float:
+        work = evaluated(plan)
+        back = (work - chunks + PULLBACK * chunks) * chunk
+        again = 0 if plan.is_spread else min(max(work - 2 * chunks, 0), chunks)  # written and read, on the way back
+        waits = plan.disk * write - chunks * chunk, again * write + (plan.disk + again) * read - back
+        return chunks * chunk + back + sum(max(wait, 0.0) for wait in waits)
+
+    hidden = min(int(chunks * chunk / max(write, 1e-9)), widest.disk)
+    numbers = sorted({hidden, widest.disk, *(widest.disk >> i for i in range(1, 30))}, reverse=True)
+    plans = [widest._replace(disk=disk, is_spread=spread) for spread in (False, True) for disk in numbers]
+    return min(plans, key=seconds)

@@ -11,7 +11,7 @@ that goes on asks the schedule anew, from the states that are on disk, and ends 
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice, repeat
+from itertools import count, islice, pairwise, repeat
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,15 +21,16 @@ import numpy as np
 from jax import Array
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
-from loopax._src.durable.gradient_chunk import Given, Programs, inexact
-from loopax._src.durable.gradient_plan import PULLBACK, UNBOUNDED
+from loopax._src.durable.gradient_chunk import Programs, inexact
+from loopax._src.durable.gradient_plan import PULLBACK, UNBOUNDED, fewest
+from loopax._src.durable.gradient_problem import Given
 from loopax._src.durable.options import agreed, all_agree
 from loopax._src.durable.pace import Interrupts
 from loopax._src.durable.row_source import RowSource
 from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.states import Plan, States
 from loopax._src.progress import Shown
-from loopax._src.schedule.binomial import Action, evaluations_from, replay, starts
+from loopax._src.schedule.binomial import Action, evaluations_from, replay
 from loopax._src.schedule.online import online
 
 
@@ -57,6 +58,7 @@ class GradientRun:
 
     name: str
     programs: Programs
+    is_open: bool  # a condition says how many steps there are
     plan: Plan
     limit: int  # the most steps, where only a condition tells how many there are
     params: list[Array]
@@ -96,7 +98,7 @@ class GradientRun:
         """The state before the last chunk; behind it where only a condition tells which one is the last."""
         plan, saves = self.plan, self.ahead
         at = self._reached()
-        chunk, is_known = plan.chunks_before(at.steps), not self.programs.is_open
+        chunk, is_known = plan.chunks_before(at.steps), not self.is_open
         self.states.begin(chunk + 1)
         self.states.make_room = self.states.clear
         saves.pace.begin(at.steps)
@@ -111,7 +113,7 @@ class GradientRun:
                 if other not in kept:
                     self.states.drop(other)
             if chunk in kept:
-                self.states.keep(chunk, at.arrays, plan.chunks if is_known else UNBOUNDED, is_ahead=True)
+                self.states.keep(chunk, at.arrays, self._to_disk(chunk, plan.chunks if is_known else UNBOUNDED, True))
             self._wait_if_needed(saves, at)
             at, chunk = self._advance(chunk, at, saves), chunk + 1
             shown.update(at.steps - begun)
@@ -129,12 +131,24 @@ class GradientRun:
     def _stored(self) -> Iterator[Container[int]]:
         """For each chunk of the forward pass, before which chunks states are kept then."""
         if self.plan.steps >= 0:
-            return repeat(set(starts(self.plan.chunks, self.plan.slots)))
+            return repeat(self.plan.starts())
         return (range(i + 1) for i in count()) if self.plan.slots >= UNBOUNDED else online(self.plan.slots)
+
+    def _to_disk(self, chunk: int, end: int, is_ahead: bool) -> bool:
+        """Where a state goes from which those before `end` may follow.
+
+        The way ahead takes the disk first, which outlives the process. The way back takes memory, if it has room for
+        those that may follow.
+        """
+        disk, memory = self.states.free()
+        if self.plan.is_spread:
+            return disk > 0 and is_ahead and chunk in self.plan.starts_on_disk()
+        coming = min(end - chunk, memory + disk)
+        return disk > 0 and (coming > memory or (is_ahead and coming <= disk))
 
     def _begin_back(self, arrays: list[Array]) -> tuple[int, Gradient]:
         """The value, and the gradient before the last chunk, or behind it, as `_forward` has given the state."""
-        if self.programs.is_open:
+        if self.is_open:
             self.plan = self.plan._replace(steps=self._reached().steps)
         elif self.plan.chunks:
             last = self.plan.chunks - 1
@@ -151,7 +165,7 @@ class GradientRun:
         stopped = False
         while self._end and not stopped:
             arrays = self.states.first
-            for action in replay(self.states.kept(self._end), self._end, self.plan.slots):
+            for action in self._actions(self._end):
                 arrays = self._do(action, arrays)
                 shown.update(self._evaluations)
                 stopped = action.name == "reverse" and self._look(self.back, self._reached_back(), self.states.clear)
@@ -162,6 +176,15 @@ class GradientRun:
         shown.end(finished=True)
         return self._gradient
 
+    def _actions(self, end: int) -> Iterator[Action]:
+        """Those that reverse the chunks before `end`; of states that are spread, those behind the last one on disk."""
+        start, slots = 0, self.plan.slots
+        if self.plan.is_spread:
+            start, slots = self.states.on_disk(end)[-1], 1 + self.plan.memory
+        kept = [chunk - start for chunk in self.states.kept(end) if chunk >= start]
+        for action in replay(kept, end - start, slots):
+            yield action._replace(step=start + action.step)
+
     def _do(self, action: Action, arrays: list[Array]) -> list[Array] | None:
         """One action of the way back, which gives another current state; None: it cannot be read."""
         chunk, states = action.step, self.states
@@ -169,7 +192,7 @@ class GradientRun:
         if action.name == "restore":
             return states.read(chunk)
         if action.name == "keep":
-            states.keep(chunk, arrays, self._end, is_ahead=False)
+            states.keep(chunk, arrays, self._to_disk(chunk, self._end, False))
         elif action.name == "drop":
             states.drop(chunk)
         elif action.name == "advance":
@@ -194,7 +217,11 @@ class GradientRun:
 
     def _rest(self, end: int) -> int:
         """The evaluations of a step on the way back from a chunk; a pullback counts for some."""
-        again = evaluations_from(self.states.kept(end), end, self.plan.slots) - end if end else 0
+        if self.plan.is_spread:
+            edges = [*self.states.on_disk(end), end]
+            again = sum(fewest(high - low, 1 + self.plan.memory) for low, high in pairwise(edges))
+        else:
+            again = evaluations_from(self.states.kept(end), end, self.plan.slots) - end if end else 0
         return round((again + PULLBACK * end) * self.plan.chunk)
 
     def _advance(self, chunk: int, at: SavedState, saves: Saves | None) -> SavedState:

@@ -23,7 +23,7 @@ class RowSource:
         """`rows`: a pytree whose leaves are arrays with one leading axis of the same length; it may have none."""
         leaves, treedef = jax.tree.flatten(rows)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(rows)]
-        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+        shapes: list[tuple[int, ...]] = [getattr(leaf, "shape", ()) for leaf in leaves]
         if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
             names = [("xs" if path.startswith("[0]") else "cotangents") + path[3:] for path in paths]
             lines = (f"  {name}: {shape}" for name, shape in zip(names, shapes, strict=True))

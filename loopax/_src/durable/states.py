@@ -13,6 +13,7 @@ from jax import Array
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.options import DamagedSaveWarning
 from loopax._src.durable.saves import SavedState, Saves, checksums
+from loopax._src.schedule import binomial
 
 
 class Plan(NamedTuple):
@@ -22,6 +23,7 @@ class Plan(NamedTuple):
     chunk: int  # steps of a chunk; the last one may have fewer
     disk: int  # states on disk
     memory: int  # states in memory
+    is_spread: bool = False  # states on disk have the same distance; else those of the binomial schedule
 
     @property
     def chunks(self) -> int:
@@ -32,6 +34,18 @@ class Plan(NamedTuple):
     def slots(self) -> int:
         """All states that are kept at a time, with the first one."""
         return 1 + self.disk + self.memory
+
+    def starts(self) -> set[int]:
+        """The chunks before which the forward pass keeps the state."""
+        if not self.is_spread:
+            return set(binomial.starts(self.chunks, self.slots))
+        on_disk = self.starts_on_disk()
+        last = max(on_disk, default=0)
+        return {*on_disk, *(last + i for i in binomial.starts(self.chunks - last, 1 + self.memory))}
+
+    def starts_on_disk(self) -> set[int]:
+        """Those of states that are spread."""
+        return {i * self.chunks // (self.disk + 1) for i in range(1, self.disk + 1)} if self.is_spread else set()
 
     def rows(self, chunk: int) -> tuple[int, int]:
         """The steps of a chunk, from and to."""
@@ -116,17 +130,19 @@ class States:
         """The chunks before `end` before which a state is kept."""
         return sorted(chunk for chunk in {0, *self._on_disk, *self._in_memory} if chunk < end)
 
-    def keep(self, chunk: int, arrays: list[Array], end: int, is_ahead: bool) -> None:
-        """Store a state from which all before `end` may be computed.
+    def free(self) -> tuple[int, int]:
+        """How many more have room on disk, and in memory."""
+        return self.disk - len(self._on_disk), self.memory - len(self._in_memory)
 
-        The way ahead takes the disk first, which outlives the process. The way back takes memory, if it has room for
-        those that may follow.
-        """
+    def on_disk(self, end: int) -> list[int]:
+        """The chunks before `end` before which a state is on disk, or known as the first one."""
+        return sorted(chunk for chunk in {0, *self._on_disk} if chunk < end)
+
+    def keep(self, chunk: int, arrays: list[Array], to_disk: bool) -> None:
+        """Store the state before a chunk."""
         if chunk in (0, *self._on_disk, *self._in_memory):
             return
-        memory, disk = self.memory - len(self._in_memory), self.disk - len(self._on_disk)
-        coming = min(end - chunk, memory + disk)
-        if not disk or (coming <= memory and not (is_ahead and coming <= disk)):
+        if not to_disk:
             self._in_memory[chunk] = arrays
             return
         if len(self._on_disk) + len(self._dropped) == self.disk:
