@@ -81,6 +81,10 @@ MISTAKES: dict[str, Mistakes] = {
         lambda path: durable.lanes_stream(wrong, NUMBER, num_lanes=2, directory=path),
         lambda path: durable.lanes_stream(looping, list(X), num_lanes=2, directory=path),
     ),
+    "durable.value_and_grad": (
+        lambda _: durable.value_and_grad(wrong, wrong, directory=NUMBER, argnums=NEGATIVE),
+        lambda path: durable.value_and_grad(looping, wrong, directory=path)(X, X, X),
+    ),
     "durable.outputs": (lambda _: durable.outputs(NUMBER), None),
     "durable.steps_saved": (lambda _: durable.steps_saved(NUMBER), None),
     "stochtrace.estimate_trace": (

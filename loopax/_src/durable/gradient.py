@@ -1,7 +1,7 @@
 """`value_and_grad` of long runs: from its arguments to its results."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
@@ -28,7 +28,7 @@ from loopax._src.durable.states import States, Transfers
 from loopax._src.durable.step_hash import Written
 from loopax._src.durable.stored_program import compare_with_stored, stored_program_of
 from loopax._src.jax_internals import api_boundary
-from loopax._src.kinds import Kind, KindLike, Lax, Residuals, to_kind
+from loopax._src.kinds import Kind, KindLike, Residuals, to_kind
 from loopax._src.progress import ProgressLike, Reporter, Shown, to_progress
 from loopax._src.pytrees.leaves import Dynamic, pack, type_in_words
 from loopax._src.pytrees.static import Why, int_within, static_bool
@@ -44,7 +44,8 @@ class Gradients(NamedTuple):
     Attributes
     ----------
     params, init
-        Pytrees as those given: a gradient for each array of real or complex numbers, None for all other leaves.
+        Pytrees as those given: a gradient for each array of real or complex numbers, None for all other leaves. None
+        if `argnums` leaves them out.
     xs
         The same, of arrays on disk (`durable.Rows`), a row for each step. None without `xs`.
 
@@ -108,7 +109,7 @@ def _of_init(init: Any, of_carry: Any) -> Any:
 
 def _outputs(root: Path, problem: Problem, rows: RowSource, steps: int, some: int) -> Outputs | None:
     """Where rows of gradients of xs are written; None: there are none."""
-    if rows.length is None:
+    if rows.length is None or not problem.num_xs:
         return None
     zeros = [jnp.zeros(x.shape, x.dtype) for x in rows.types(some)]
     spec = pack(tree_of(problem.rows, inexact(zeros))[0])[1]
@@ -134,6 +135,12 @@ def _compare(
     compare_with_stored(
         NAME, root, stored_program_of(NAME, settings_, types, arrays, written, rows.checksums()), anyway
     )
+
+
+def _numbers(argnums: Any) -> set[int]:
+    given = argnums if isinstance(argnums, Sequence) else (argnums,)
+    what = ", which counts `params`, `init` and `xs`"
+    return {int_within(f"{NAME}(argnums=...)", number, 0, 2, what) for number in given}
 
 
 def _bytes(name: str, value: Any) -> int:
@@ -179,6 +186,7 @@ def value_and_grad(
     memory: int | None = None,
     kind: KindLike = "auto",
     cotangents: PyTree[Any] = None,
+    argnums: int | Sequence[int] = (0, 1, 2),
     checkpoint_every: int | float | timedelta = 60.0,
     resume: str = "auto",
     chunk_steps: int | None = None,
@@ -227,6 +235,9 @@ def value_and_grad(
     cotangents
         Rows of a pytree like that of the outputs of a scan, one for each output. Then `sum_of_ys` is one number: the
         sum of the products of cotangents and outputs.
+    argnums
+        Of which of `params`, `init` and `xs` (0, 1, 2) there is a gradient. That of `xs` takes disk and time: leave it
+        out if `xs` are data.
     checkpoint_every
         The most work that may be lost if the process is killed, as in `durable.scan`. The default is 60.0 seconds.
         States in memory are lost, too, and are computed again.
@@ -282,9 +293,7 @@ def value_and_grad(
     question = Question(loss, f, loop, cond_fun, cotangents is not None).checked()
     memory_ = settings().memory if memory is None else _bytes("memory", memory)
     disk = None if disk is None else _bytes("disk", disk)
-    named = to_kind(kind)
-    if isinstance(named, Lax):
-        raise ValueError(f"{NAME}(kind=Lax()): this kind has no gradient. Leave kind= out, or choose another one.")
+    named, wanted = to_kind(kind), _numbers(argnums)
     reporter, info = to_progress(NAME, progress), static_bool(f"{NAME}(info=...)", info, _INFO)
     durability = directory, checkpoint_every, 2, resume, chunk_steps
 
@@ -294,8 +303,9 @@ def value_and_grad(
         root, pace, keep, anyway = check(NAME, *durability)
         rows = question.rows(xs, cotangents)
         steps = question.steps(length, rows)
-        problem, given = problem_of(question, params, init, rows, len(jax.tree.leaves(xs)))
+        problem, given = problem_of(question, params, init, rows, len(jax.tree.leaves(xs)) if 2 in wanted else 0)
         settings_ = {"loop": loop, "steps": str(steps), "kind": repr(named), "chunk_steps": str(chunk_steps)}
+        settings_ |= {"of xs": str(2 in wanted)}
         bounds = Bounds(NAME, disk, memory_, memory is not None, named, pace.chunk_steps)
         with ExitStack() as stack:
             stack.enter_context(locked(NAME, root))
@@ -328,7 +338,8 @@ def value_and_grad(
             gradient = run.to_the_end()
         of_init = _of_init(init, tree_of(problem.state, gradient.of_state)[0])
         of_xs = None if outputs is None else outputs.rows()
-        found = gradient.value, Gradients(tree_of(problem.params, gradient.of_params), of_init, of_xs)
+        of_all = tree_of(problem.params, gradient.of_params), of_init, of_xs
+        found = gradient.value, Gradients(*(one if i in wanted else None for i, one in enumerate(of_all)))
         return (found, _info(run, chosen.kind(named), state_bytes)) if info else found
 
     return call

@@ -25,7 +25,7 @@ from loopax._src.durable.pace import CHUNK_SECONDS, SavePace
 from loopax._src.durable.row_source import RowSource
 from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.states import Plan
-from loopax._src.kinds import Auto, Checkpointed, Kind, Residuals
+from loopax._src.kinds import Checkpointed, Kind, Residuals, to_kind
 from loopax._src.schedule.binomial import evaluations_from
 
 PULLBACK = 2.0  # the time of a pullback / that of its steps, until it has been measured
@@ -59,7 +59,7 @@ class Choice:
 
     def kind(self, named: Kind) -> Kind:
         """What is stored within a chunk."""
-        if not isinstance(named, Auto):
+        if named != to_kind("auto"):
             return named
         count, _, what = self.stores.rpartition(" ")
         return Residuals() if what == "residuals" else Checkpointed(int(count) if count else None)
@@ -104,7 +104,7 @@ class Division:
         wanted = bounds.chunk_steps or max(min(round(CHUNK_SECONDS / seconds), most), 1)
         wanted = max(min(wanted, self.steps), 1)
         transfers = (0.0, 0.0) if bounds.disk == 0 else _transfer_seconds(self.root, bounds.name, [*self.given.state])
-        if not isinstance(bounds.kind, Auto):
+        if bounds.kind != to_kind("auto"):
             chosen = Choice(wanted, "", seconds, *transfers)
             return chosen, self._compiled(chosen)
         recorded, room = _recorded(self.problem, self.given, self.rows), float(bounds.memory)

@@ -13,7 +13,7 @@ from jax import Array, lax
 from loopax._src.durable.saves import checksums
 from loopax._src.pytrees.leaves import Spec, to_array
 
-_PIECE_BYTES = 32 << 20  # of an array that is not on a device, to take its checksum
+_PIECE_BYTES = 4 << 20  # of an array that is not on a device, to take its checksum
 
 
 class RowSource:
