@@ -9,7 +9,6 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from math import ceil
 from pathlib import Path
 
 import jax
@@ -108,23 +107,27 @@ class Division:
             chosen = Choice(wanted, "", seconds, *transfers)
             return chosen, self._compiled(chosen)
         recorded, room = _recorded(self.problem, self.given, self.rows), float(bounds.memory)
-        while True:
-            chosen = Choice(*self._within(room, wanted, seconds, *recorded), seconds, *transfers)
+        while within := self._within(room, wanted, seconds, *recorded):
+            chosen = Choice(*within, seconds, *transfers)
             programs = self._compiled(chosen)
             if programs.memory <= bounds.memory:
                 return chosen, programs
             room *= 0.9 * bounds.memory / programs.memory  # XLA needs more than what is recorded
+        chosen = Choice(bounds.chunk_steps or 1, "1 checkpoints", seconds, *transfers)
+        programs = self._compiled(chosen)
+        if programs.memory > bounds.memory:
+            raise ValueError(
+                f"{bounds.name}(memory={bounds.memory}): the pullback of the smallest chunk takes {programs.memory} "
+                f"bytes. Give memory={programs.memory} or more; {16 * programs.memory} make it several times as fast."
+            )
+        return chosen, programs
 
-    def _within(self, room: float, wanted: int, seconds: float, fixed: int, each: int) -> tuple[int, str]:
+    def _within(self, room: float, wanted: int, seconds: float, fixed: int, each: int) -> tuple[int, str] | None:
         """The steps of a chunk for which there is room, and what it stores; `fixed` and `each`: bytes of residuals."""
         bounds, state = self.bounds, device_bytes(self.given.state)
         free = int(room) - 2 * state - fixed
         if free < each + state:
-            least = ceil((3 * state + fixed + each) * bounds.memory / max(room, 1.0))
-            raise ValueError(
-                f"{bounds.name}(memory={bounds.memory}): the pullback of one step takes about {least} bytes. Give "
-                f"memory={least} or more; {16 * least} make it several times as fast."
-            )
+            return None
         fits = free // max(each, 1)
         if fits >= wanted or (bounds.chunk_steps is None and fits * seconds >= _LEAST_SECONDS):
             return min(wanted, fits), "residuals"

@@ -163,8 +163,7 @@ def problem_of(question: Question, params: Any, init: Any, rows: RowSource, num_
 
 def _sum(ys: Any) -> Any:
     """Of one row; of half precision, in float32."""
-    total = jnp.sum(ys, 0)
-    return total.astype(jnp.promote_types(total.dtype, jnp.float32)) if total.dtype in _HALF else total
+    return jnp.sum(ys.astype(jnp.float32) if ys.dtype in _HALF else ys, 0)
 
 
 def _paired(cotangents: Any, ys: Any) -> Any:

@@ -53,6 +53,8 @@ class RowSource:
         return [self._read(x, low, capacity) for x in self._arrays]
 
     def _read(self, x: Any, low: int, capacity: int) -> Array:
+        if not len(x):
+            x = np.zeros((1, *x.shape[1:]), x.dtype)  # the body is traced anyway
         start = max(min(low, len(x) - capacity), 0)
         if isinstance(x, jax.Array):
             found = _slice(x, np.int32(start), capacity)
