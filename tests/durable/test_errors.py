@@ -182,7 +182,7 @@ def test_writing_that_fails_stops_the_run_and_leaves_its_last_save(tmp_path: Any
         (said,) = process.found()
     assert "durable.fori_loop: saving to " in said["state"]
     assert "The last good save is that of step 4. Make room" in said["state"]
-    assert "writing outputs of a durable scan failed" in said["outputs"]
+    assert "writing outputs of a durable run failed" in said["outputs"]
     assert max(saves(tmp_path / "state")) == 4
     assert max(saves(tmp_path / "outputs")) == 4
     same_bits(run_large(tmp_path / "state", 12), run_large(tmp_path / "new", 12))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from loopax import durable
 from loopax._src.durable import gradient, gradient_plan
 from loopax._src.durable.gradient import value_and_grad
 from loopax._src.durable.gradient_plan import fewest
@@ -180,3 +181,62 @@ def test_another_program_is_refused(tmp_path, change, message):
     on_disk(tmp_path)
     with pytest.raises((ValueError, RuntimeError), match=message):
         on_disk(tmp_path, **change)
+
+
+# Damage.
+
+
+def stopped_on_the_way_back(path, monkeypatch, room):
+    """A run with all states on disk, that has saved the gradient of some chunks; what it counts from then on."""
+    room(CHUNKS - 1, 0)
+    counted = Counted(monkeypatch, stop_at=CHUNKS + 2)
+    with pytest.raises(StoppedError):
+        on_disk(path, checkpoint_every=1)
+    counted.stop_at = None
+    counted.names.clear()
+    return counted
+
+
+def flip(path):
+    """Change a bit of the largest file in a directory."""
+    file = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    return file
+
+
+def test_a_state_that_is_damaged_is_computed_again(tmp_path, monkeypatch, room):
+    expected = on_disk(tmp_path / "undisturbed")
+    counted = stopped_on_the_way_back(tmp_path / "run", monkeypatch, room)
+    states = tmp_path / "run" / "states" / "saves"
+    flip(states / "3")
+    flip(states / "4")
+    with pytest.warns(durable.DamagedSaveWarning, match="the state before chunk [34] in .*states.saves is damaged"):
+        same_bits(on_disk(tmp_path / "run", checkpoint_every=1), expected)
+    assert counted.names.count("forward") >= 2
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("plan.json", "plan.json is damaged"),
+        ("program.json", "program.json is no description of a run"),
+        ("outputs/.loopax.json", ".loopax.json cannot be read"),
+        ("outputs/0000", "outputs/0000/c/0/0 does not hold rows"),
+        ("back/saves", "no save in .*back/saves is whole"),
+    ],
+)
+def test_other_damage_names_the_file(tmp_path, monkeypatch, room, what, message):
+    """And leaves all as it is."""
+    stopped_on_the_way_back(tmp_path, monkeypatch, room)
+    place = tmp_path / what
+    if place.is_dir():
+        for save in place.iterdir() if what == "back/saves" else [place]:
+            flip(save)
+    else:
+        place.write_text("{")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        on_disk(tmp_path, checkpoint_every=1)
+    assert sorted(tmp_path.rglob("*")) == before

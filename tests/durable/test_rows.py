@@ -79,7 +79,7 @@ def test_outputs_of_a_directory(stored: Any, tmp_path: Any) -> None:
         same_bits(jnp.asarray(other[2:5]), xs[name][2:5])
     assert durable.steps_saved(path) == 13
     for what in (tmp_path, tmp_path / "no"):
-        with pytest.raises(FileNotFoundError, match=r"holds no outputs of a `loopax.durable.scan`"):
+        with pytest.raises(FileNotFoundError, match=r"holds no outputs of a durable run"):
             durable.outputs(what)
         assert durable.steps_saved(what) == 0
 

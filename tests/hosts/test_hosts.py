@@ -7,7 +7,7 @@ import pytest
 import loopax as lx
 from loopax import durable
 from tests.hosts.processes import Processes
-from tests.hosts.programs import durable_results, measured_slope, results, shards
+from tests.hosts.programs import durable_results, gradient_results, measured_slope, results, shards
 
 
 @pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -52,3 +52,25 @@ def test_processes_take_what_the_folder_of_the_first_one_has(tmp_path):
     with Processes("tests.hosts.programs:tuned_of_all", 2, args=[tmp_path]) as processes:
         found = processes.found()
     assert found == [[True, False, ["Tuned(): several processes run this program"]]] * 2
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_long_run_of_several_processes_that_are_killed(tmp_path):
+    """Two processes of two devices: one is killed on the way back. The gradient is that of one process."""
+    program, marks = "tests.hosts.programs:gradient_of_all_devices", tmp_path / "marks"
+    with Processes(program, 2, args=[tmp_path / "run", marks, 0.1], heartbeat=4) as processes:
+        processes.wait_until(lambda: marks.exists() and marks.stat().st_size > 2 * 60)
+        processes.kill(1)
+        ended = processes.wait(timeout=60)
+    assert all(result.returncode != 0 for result in ended)
+    with Processes(program, 2, args=[tmp_path / "run"]) as processes:
+        resumed = processes.found()
+    with Processes(program, 2, args=[tmp_path / "new"]) as processes:
+        assert processes.found() == resumed
+    alone = shards(gradient_results(jax.devices()[:4], str(tmp_path / "alone"), memory=2**22))
+    numbers = lambda bits: np.frombuffer(bytes.fromhex(bits))
+    for name, wanted in alone.items():
+        found = {place: bits for process in resumed for place, bits in process[name]}
+        assert found.keys() == {place for place, _ in wanted}
+        for place, bits in wanted:
+            np.testing.assert_allclose(numbers(found[place]), numbers(bits), 1e-12)

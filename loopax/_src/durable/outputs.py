@@ -30,7 +30,7 @@ WAITING_SECONDS = 1.0  # readers see what a run has written with this delay
 _FEW_ROWS = 1024  # a piece has not fewer for want of rows: there may be more when the run is resumed
 _DESCRIPTION, _METADATA = ".loopax.json", "zarr.json"  # ours, and Zarr's of one array, for other libraries
 
-_clear_errors = partial(clear_errors, "writing outputs of a durable scan", lambda: "The last good save is as it was")
+_clear_errors = partial(clear_errors, "writing outputs of a durable run", lambda: "The last good save is as it was")
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ def _open(path: Path, metadata: Mapping[str, Any], **options: Any) -> Any:
 def damaged(file: Path, what: str, remedy: str = "") -> RuntimeError:
     """The error for a file of outputs: what is wrong with it, and, on a line of its own, what to do."""
     return RuntimeError(
-        f"the outputs of a loopax.durable.scan are damaged: {file} {what}.\nRestore the file from a backup,{remedy} "
+        f"the outputs of a durable run are damaged: {file} {what}.\nRestore the file from a backup,{remedy} "
         "or delete the directory of the run to start anew."
     )
 
@@ -252,7 +252,7 @@ def outputs(directory: Any) -> dict[str, Rows]:
     """
     root = whole_path("durable.outputs", directory) / "outputs"
     if not (root / _DESCRIPTION).exists():
-        raise FileNotFoundError(f"{root.parent} holds no outputs of a `loopax.durable.scan`.")
+        raise FileNotFoundError(f"{root.parent} holds no outputs of a durable run.")
     return rows_of(root)
 
 
