@@ -6,6 +6,7 @@ examples: `PYTHONPATH=. python docs/pictures.py planets lanes`.
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,10 +105,22 @@ def of_example(name: str) -> None:
     jax.config.update("jax_enable_x64", False)  # an example may have set it
 
 
+def waveform_inversion() -> Figure:
+    """An inversion of a small survey, and what a gradient of a large one takes with less and less disk."""
+    example = load_example("waveform_inversion")
+    with tempfile.TemporaryDirectory() as path:
+        result = example.invert(Path(path))
+    costs = example.full_size()
+    example.show(costs)
+    example.CELLS = 96  # of the inversion
+    return example.draw(result, costs)
+
+
 DRAWN: dict[str, Callable[[], Figure]] = {
     "schedules": schedules,
     "lanes": lanes,
     "compare": comparison,
+    "waveform_inversion": waveform_inversion,
     "command_bench": command,
 }
 WRITTEN: dict[str, Callable[[], str]] = {

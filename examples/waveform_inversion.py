@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,7 +189,7 @@ def budgets(directory: Path, shots: Step) -> list[Budget]:
     velocity, few = jnp.asarray(first_guess()), Step(*(x[: 2 * CHUNK_STEPS] for x in shots))
     _, info = gradient(directory / "compiled", info=True)(velocity, still(), few)
     disk, found = info.state_bytes * (SHOTS * STEPS_PER_SHOT // CHUNK_STEPS - 1), []
-    for part in (1, 4, 16):
+    for part in (1, 4, 16, 64):
         run = gradient(directory / f"{part}", disk=disk // part, info=True)
         before, begun = resident(), time.perf_counter()
         _, info = run(velocity, still(), shots)
@@ -197,15 +197,25 @@ def budgets(directory: Path, shots: Step) -> list[Budget]:
     return found
 
 
+def full_size() -> list[Budget]:
+    """Budgets of a survey whose states do not fit in 64 MiB."""
+    global CELLS, SHOTS, STEPS_PER_SHOT, MEMORY, CHUNK_STEPS
+    CELLS, SHOTS, STEPS_PER_SHOT, MEMORY, CHUNK_STEPS = 256, 50, 2000, 64 << 20, 500
+    with tempfile.TemporaryDirectory() as path:
+        return budgets(Path(path) / "budgets", survey(Path(path) / "survey"))
+
+
 def resident() -> float:
     """The most MiB that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def draw(result: Result, costs: list[Budget]) -> Figure:
-    """The ground, the first guess and what is found, the misfit, and time against disk."""
+def draw(result: Result, costs: Sequence[Budget] = ()) -> Figure:
+    """The ground, the first guess and what is found, the misfit, and time against disk where that was measured."""
     figure = Figure(figsize=(7, 4.6), layout="constrained", dpi=150)
     (above, below) = figure.subplots(2, 3)
+    for axes in below[1:] if not costs else ():
+        axes.remove()
     models = {"true velocity": ground(), "first guess": first_guess(), "found": result.velocity}
     size = CELLS * SPACING / 1000
     for axes, (title, model) in zip(above, models.items(), strict=True):
@@ -216,10 +226,11 @@ def draw(result: Result, costs: list[Budget]) -> Figure:
     below[0].plot(np.array(result.misfits) / result.misfits[0], marker=".", lw=1)
     below[0].set(title="misfit", xlabel="gradient", ylabel="part of the first", ylim=(0, None))
     bytes_ = [cost.disk / 2**20 for cost in costs]
-    for axes, values, title in (
+    panels = (
         (below[1], [cost.seconds for cost in costs], "seconds of a gradient"),
         (below[2], [cost.evaluations for cost in costs], "evaluations of a chunk"),
-    ):
+    )
+    for axes, values, title in panels if costs else ():
         axes.plot(bytes_, values, marker="o", lw=1)
         axes.set(title=title, xlabel="MiB on disk", xscale="log", ylim=(0, None))
     return figure
@@ -242,12 +253,10 @@ def main() -> None:
         alone = invert(root / "alone")
         kill_in_the_middle(root / "killed")
         resumed = invert(root / "killed")
-        costs = budgets(root / "budgets", survey(root / "alone" / "survey"))
-    show(costs)
     same = np.array_equal(alone.velocity, resumed.velocity) and alone.misfits == resumed.misfits
     print(f"Killed and resumed, the model has the same bits: {same}")
     print(f"Misfit: {alone.misfits[0]:.3g}, after {ITERATIONS} gradients {alone.misfits[-1]:.3g}")
-    draw(alone, costs).savefig(FIGURE)
+    draw(alone).savefig(FIGURE)
     print(f"Figure: {FIGURE.name}")
     assert same
     assert alone.misfits[-1] < 0.7 * alone.misfits[0]
@@ -255,9 +264,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["full"]:
-        CELLS, SHOTS, STEPS_PER_SHOT, MEMORY, CHUNK_STEPS = 256, 50, 2000, 64 << 20, 1000
-        with tempfile.TemporaryDirectory() as path:
-            show(budgets(Path(path) / "budgets", survey(Path(path) / "survey")))
+        show(full_size())
     elif len(sys.argv) > 1:
         if len(sys.argv) > 2:
             CELLS, SHOTS, STEPS_PER_SHOT, ITERATIONS, MEMORY, CHUNK_STEPS = map(int, sys.argv[2:])
