@@ -13,6 +13,7 @@ from benchmarks import (
     foretold,
     histories,
     lanes,
+    long_gradients,
     models,
     progress,
     ragged,
@@ -66,6 +67,7 @@ WITH_TABLES = (
     stochtrace_intervals,
     streams,
     durable,
+    long_gradients,
     sharded,
     condition_checks,
 )

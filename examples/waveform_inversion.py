@@ -186,7 +186,7 @@ class Budget(NamedTuple):
 
 def budgets(directory: Path, shots: Step) -> list[Budget]:
     """One gradient with room for fewer and fewer states on disk."""
-    velocity, few = jnp.asarray(first_guess()), Step(*(x[: 2 * CHUNK_STEPS] for x in shots))
+    velocity, few = jnp.asarray(first_guess()), Step(*(x[: 4 * CHUNK_STEPS] for x in shots))
     _, info = gradient(directory / "compiled", info=True)(velocity, still(), few)
     disk, found = info.state_bytes * (SHOTS * STEPS_PER_SHOT // CHUNK_STEPS - 1), []
     for part in (1, 4, 16, 64):

@@ -339,6 +339,7 @@ WRONG: list[tuple[Any, Any, Any, str]] = [
     ({"disk": 1.5}, (), TypeError, r"disk=...\): got float 1.5, expected an int, a number of bytes"),
     ({"argnums": 3}, (), ValueError, "got 3, expected an int from 0 to 2"),
     ({"kind": "implicit"}, (), ValueError, "is a derivative"),
+    ({"kind": lx.Reversible(lambda c: c)}, (), ValueError, r"kind=Reversible\(...\)\): a chunk is more than a step"),
     ({"info": 1}, (), TypeError, "info"),
     ({}, (nnx.Linear(3, 3, rngs=nnx.Rngs(0)), START, XS), TypeError, r"params holds NNX objects.*nnx.split"),
 ]

@@ -294,6 +294,11 @@ def value_and_grad(
     memory_ = settings().memory if memory is None else _bytes("memory", memory)
     disk = None if disk is None else _bytes("disk", disk)
     named, wanted = to_kind(kind), _numbers(argnums)
+    if named.inverse is not None:
+        raise ValueError(
+            f"{NAME}(kind={type(named).__name__}(...)): a chunk is more than a step of the loop; its inverse is not "
+            "known. Leave kind= out, or give one that stores residuals or carries."
+        )
     reporter, info = to_progress(NAME, progress), static_bool(f"{NAME}(info=...)", info, _INFO)
     durability = directory, checkpoint_every, 2, resume, chunk_steps
 
@@ -304,7 +309,12 @@ def value_and_grad(
         rows = question.rows(xs, cotangents)
         steps = question.steps(length, rows)
         problem, given = problem_of(question, params, init, rows, len(jax.tree.leaves(xs)) if 2 in wanted else 0)
-        settings_ = {"loop": loop, "steps": str(steps), "kind": repr(named), "chunk_steps": str(chunk_steps)}
+        settings_ = {
+            "loop": loop,
+            "steps": str(steps),
+            "kind": repr(named),
+            "chunk_steps": str(chunk_steps),
+        }
         settings_ |= {"of xs": str(2 in wanted)}
         bounds = Bounds(NAME, disk, memory_, memory is not None, named, pace.chunk_steps)
         with ExitStack() as stack:

@@ -84,12 +84,12 @@ class Division:
             return chosen, programs
         try:
             chosen = Choice(**json.loads(file.read_text()))
-            return chosen, self._compiled(chosen)
         except (OSError, TypeError, ValueError) as error:
             raise RuntimeError(
                 f"{self.bounds.name}: {file} is damaged ({error}). Restore it from a backup, or delete the "
                 "directory of the run to start anew."
             ) from error
+        return chosen, self._compiled(chosen)
 
     def _compiled(self, chosen: Choice) -> Programs:
         functions = functions_of(self.problem, chosen.chunk_steps, chosen.kind(self.bounds.kind))
@@ -98,8 +98,11 @@ class Division:
     def _chosen(self) -> tuple[Choice, Programs]:
         bounds = self.bounds
         row_bytes = max(self.rows.row_bytes, 1)
-        most = max(min(self.steps, _MOST_STEPS, min(CHUNK_BYTES, bounds.memory // 4) // row_bytes), 1)
-        seconds = _step_seconds(self.problem, self.given, self.rows, most)
+        most, few = (
+            max(min(self.steps, _MOST_STEPS, min(CHUNK_BYTES, bounds.memory // part) // row_bytes), 1)
+            for part in (8, 32)  # of the memory, for the rows of a chunk, and of those that are measured
+        )
+        seconds = _step_seconds(self.problem, self.given, self.rows, few)
         wanted = bounds.chunk_steps or max(min(round(CHUNK_SECONDS / seconds), most), 1)
         wanted = max(min(wanted, self.steps), 1)
         transfers = (0.0, 0.0) if bounds.disk == 0 else _transfer_seconds(self.root, bounds.name, [*self.given.state])

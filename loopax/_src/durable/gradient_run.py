@@ -22,7 +22,7 @@ from jax import Array
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.gradient_chunk import Programs, inexact
-from loopax._src.durable.gradient_plan import PULLBACK, UNBOUNDED, fewest
+from loopax._src.durable.gradient_plan import PULLBACK, UNBOUNDED, evaluated, fewest
 from loopax._src.durable.gradient_problem import Given
 from loopax._src.durable.options import agreed, all_agree
 from loopax._src.durable.pace import Interrupts
@@ -44,12 +44,10 @@ class Gradient(NamedTuple):
 
 @dataclass
 class Work:
-    """What this process has computed: chunks, and seconds."""
+    """What this process has computed: chunks."""
 
     advanced: int = 0
     reversed: int = 0
-    ahead_seconds: float = 0.0
-    back_seconds: float = 0.0
 
 
 @dataclass
@@ -84,7 +82,9 @@ class GradientRun:
             outputs.open(0 if found is None else found.steps)
         if found is None:
             return self._backward(*self._begin_back(self._forward()))
-        if self.plan.steps < 0:
+        if self.is_open:
+            if self._reached().goes_on:  # the save of the last state is damaged
+                self._forward()
             self.plan = self.plan._replace(steps=self._reached().steps)
         end = self.plan.chunks_before(self.plan.steps - found.steps)
         self.states.begin(end)
@@ -99,10 +99,11 @@ class GradientRun:
         plan, saves = self.plan, self.ahead
         at = self._reached()
         chunk, is_known = plan.chunks_before(at.steps), not self.is_open
-        self.states.begin(chunk + 1)
+        self.states.begin(chunk + 1, plan.starts() if is_known else None)
         self.states.make_room = self.states.clear
         saves.pace.begin(at.steps)
-        shown = self.shown("forward", self._rest(plan.chunks) + plan.steps if is_known else None)
+        work = round((evaluated(plan) + PULLBACK * plan.chunks) * plan.chunk) if is_known else None
+        shown = self.shown("forward", work)
         shown.begin(at.steps)
         begun, stored = at.steps, islice(self._stored(), chunk, None)
         stopped = False
@@ -117,7 +118,8 @@ class GradientRun:
             self._wait_if_needed(saves, at)
             at, chunk = self._advance(chunk, at, saves), chunk + 1
             shown.update(at.steps - begun)
-            stopped = self._look(saves, at)
+            self._save_if_due(saves, at)
+            stopped = self._is_interrupted()
         self.states.finish()
         saves.end(at, self.interrupts, f"{at.steps} steps of the forward pass")
         shown.end(finished=True)
@@ -168,7 +170,9 @@ class GradientRun:
             for action in self._actions(self._end):
                 arrays = self._do(action, arrays)
                 shown.update(self._evaluations)
-                stopped = action.name == "reverse" and self._look(self.back, self._reached_back(), self.states.clear)
+                if action.name == "reverse":
+                    self._save_if_due(self.back, self._reached_back(), self.states.clear)
+                stopped = action.name in ("advance", "reverse") and self._is_interrupted()
                 if stopped or arrays is None:  # a damaged state is dropped, and the schedule asked anew
                     break
         reached = self._reached_back()
@@ -228,11 +232,9 @@ class GradientRun:
         """Behind a chunk; the saves learn how long that takes."""
         begun = time.monotonic()
         arrays, taken, goes_on = jax.block_until_ready(self.programs.forward(self._given(chunk, at.arrays)))
-        seconds = time.monotonic() - begun
         self.work.advanced += 1
-        self.work.ahead_seconds += seconds
         if saves is not None:
-            saves.pace.took(int(taken), seconds)
+            saves.pace.took(int(taken), time.monotonic() - begun)
         return SavedState(at.steps + int(taken), bool(goes_on), arrays)
 
     def _reverse(self, chunk: int, arrays: list[Array], gradient: Gradient | None) -> Gradient:
@@ -248,10 +250,8 @@ class GradientRun:
         if outputs is not None and outputs.writes:
             # In the order of the way back.
             outputs.write(self.plan.steps_behind(chunk + 1), [np.asarray(x)[: high - low][::-1] for x in of_rows])
-        seconds = time.monotonic() - begun
         self.work.reversed += 1
-        self.work.back_seconds += seconds
-        self.back.pace.took(high - low, seconds)
+        self.back.pace.took(high - low, time.monotonic() - begun)
         return Gradient(gradient.value, of_state, of_params)
 
     def _given(self, chunk: int, arrays: list[Array]) -> Given:
@@ -269,12 +269,15 @@ class GradientRun:
                 saves.save(at)
                 saves.finish()
 
-    def _look(self, saves: Saves, at: SavedState, after: Callable[[], None] = lambda: None) -> bool:
-        """Save if that is due, and do something when it is saved; whether a signal has come."""
+    def _is_interrupted(self) -> bool:
+        """Whether a signal has come, to any process."""
+        return bool(agreed(self.interrupts.received or 0)[0])
+
+    def _save_if_due(self, saves: Saves, at: SavedState, after: Callable[[], None] = lambda: None) -> None:
+        """Save if that is due, and do something when it is saved."""
         saves.look()
         if all_agree(saves.pace.should_save(at.steps)):
             self.states.finish()
             saves.save(at)
             saves.finish()
             after()
-        return bool(agreed(self.interrupts.received or 0)[0])

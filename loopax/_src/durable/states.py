@@ -2,9 +2,10 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -43,9 +44,9 @@ class Plan(NamedTuple):
         last = max(on_disk, default=0)
         return {*on_disk, *(last + i for i in binomial.starts(self.chunks - last, 1 + self.memory))}
 
-    def starts_on_disk(self) -> set[int]:
+    def starts_on_disk(self) -> frozenset[int]:
         """Those of states that are spread."""
-        return {i * self.chunks // (self.disk + 1) for i in range(1, self.disk + 1)} if self.is_spread else set()
+        return _spread(self.chunks, self.disk) if self.is_spread else frozenset()
 
     def rows(self, chunk: int) -> tuple[int, int]:
         """The steps of a chunk, from and to."""
@@ -58,6 +59,12 @@ class Plan(NamedTuple):
     def chunks_before(self, step: int) -> int:
         """How many chunks have begun before so many steps are taken."""
         return -(-step // self.chunk)
+
+
+@lru_cache
+def _spread(chunks: int, states: int) -> frozenset[int]:
+    """The chunks that begin equal parts of all chunks, but for the first."""
+    return frozenset(i * chunks // (states + 1) for i in range(1, states + 1))
 
 
 @dataclass
@@ -117,10 +124,10 @@ class States:
     _written: Future[Any] | None = None  # the last one
     _read: tuple[int, Future[Any]] | None = None  # ahead of its turn
 
-    def begin(self, end: int) -> None:
+    def begin(self, end: int, wanted: Container[int] | None = None) -> None:
         """Of those that an earlier process has left on disk, those before a chunk are kept, and others removed."""
         found = self.saves.steps()
-        kept = [chunk for chunk in found if chunk < end]
+        kept = [chunk for chunk in found if chunk < end and (wanted is None or chunk in wanted)]
         count = min(len(kept), self.disk)  # a run that goes on may have less room: those that are kept are spread
         self._on_disk = {kept[i * len(kept) // count] for i in range(count)}
         self._dropped = set(found) - self._on_disk
