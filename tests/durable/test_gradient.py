@@ -240,3 +240,24 @@ def test_other_damage_names_the_file(tmp_path, monkeypatch, room, what, message)
     with pytest.raises((RuntimeError, ValueError), match=message):
         on_disk(tmp_path, checkpoint_every=1)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_while_loop_whose_last_state_is_damaged_counts_its_steps_anew(tmp_path, monkeypatch, room):
+    """Only that state says how many steps there are; the save before it says fewer."""
+    room(CHUNKS, 0)
+    step = lambda params, carry: body(params, carry, jnp.sin(carry["k"].astype(float) * jnp.arange(3.0)))[0]
+    condition = lambda _, carry: carry["k"] < STEPS
+    options = {"loop": "while_loop", "cond_fun": condition, "chunk_steps": CHUNK, "checkpoint_every": 1}
+    end = lambda params, carry: loss(params, carry, carry["h"].sum())
+    run = lambda path: value_and_grad(end, step, directory=path, **options)(params(), start())
+    counted = Counted(monkeypatch)
+    expected = run(tmp_path / "undisturbed")
+    counted.names.clear()
+    counted.stop_at = CHUNKS + 3
+    with pytest.raises(StoppedError):
+        run(tmp_path / "run")
+    counted.stop_at = None
+    saves = tmp_path / "run" / "ahead" / "saves"
+    flip(max(saves.iterdir(), key=lambda path: int(path.name)))
+    with pytest.warns(durable.DamagedSaveWarning):
+        same_bits(run(tmp_path / "run"), expected)
