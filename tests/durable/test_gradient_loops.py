@@ -165,6 +165,13 @@ def test_no_room_for_a_state(tmp_path, monkeypatch):
         value_and_grad(tmp_path / "2", disk=31, memory=10, kind="residuals")(RATE, START, XS)
 
 
+def test_states_that_are_larger_than_the_memory_of_a_gradient(tmp_path):
+    """Who names nothing gets a gradient; who names too little, an error."""
+    with lx.configure(memory=100):
+        result = value_and_grad(tmp_path, chunk_steps=None)(RATE, START, XS)
+    assert_close(found(result), in_memory(RATE, START, XS), 1e-12)
+
+
 def test_what_more_disk_would_do(tmp_path, room):
     room(1, 1)
     _, info = value_and_grad(tmp_path, info=True)(RATE, START, XS)

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import RowPlan
-from loopax._src.durable.gradient_chunk import functions_of, inexact, tree_of
+from loopax._src.durable.gradient_chunk import device_bytes, functions_of, inexact, tree_of
 from loopax._src.durable.gradient_plan import Bounds, Division, evaluated, plan
 from loopax._src.durable.gradient_problem import NAME, UNBOUNDED_STEPS, Given, Problem, Question, problem_of
 from loopax._src.durable.gradient_run import GradientRun
@@ -35,6 +35,7 @@ from loopax._src.pytrees.static import Why, int_within, static_bool
 from loopax._src.schedule.binomial import evaluations
 from loopax._src.settings import settings
 
+_STATES = 8  # for which a gradient takes memory, where nobody has said how much
 _INFO = Why("the structure of what is returned", "give info=True in all calls, and leave out what is not wanted")
 
 
@@ -227,8 +228,8 @@ def value_and_grad(
         chunks are evaluated again, as seldom as possible. Beside them are four saves of where the run is, and rows.
     memory
         The bytes of memory for what a chunk stores while it is differentiated, and for states that are not on disk.
-        None: those of `loopax.configure`, which are 256 MiB if nothing is said, or what the kind needs. Parameters, the
-        first and the current state, gradients and rows of a chunk come on top.
+        None: those of `loopax.configure`, which are 256 MiB if nothing is said, or those of eight states if these are
+        more. Parameters, the first and the current state, gradients and rows of a chunk come on top.
     kind
         What is stored within a chunk, as in `loopax.scan`. `"auto"`: residuals of each step in chunks that fit in
         `memory`; where these would be shorter than 20 milliseconds, checkpoints.
@@ -291,7 +292,7 @@ def value_and_grad(
 
     """
     question = Question(loss, f, loop, cond_fun, cotangents is not None).checked()
-    memory_ = settings().memory if memory is None else _bytes("memory", memory)
+    memory = None if memory is None else _bytes("memory", memory)
     disk = None if disk is None else _bytes("disk", disk)
     named, wanted = to_kind(kind), _numbers(argnums)
     if named.inverse is not None:
@@ -316,7 +317,8 @@ def value_and_grad(
             "chunk_steps": str(chunk_steps),
         }
         settings_ |= {"of xs": str(2 in wanted)}
-        bounds = Bounds(NAME, disk, memory_, memory is not None, named, pace.chunk_steps)
+        enough = max(settings().memory, _STATES * device_bytes(given.state))
+        bounds = Bounds(NAME, disk, enough if memory is None else memory, memory is not None, named, pace.chunk_steps)
         with ExitStack() as stack:
             stack.enter_context(locked(NAME, root))
             _compare(root, problem, given, rows, settings_, anyway)
