@@ -221,6 +221,9 @@ def test_a_state_that_is_damaged_is_computed_again(tmp_path, monkeypatch, room):
     ("what", "message"),
     [
         ("plan.json", "plan.json is damaged"),
+        ("plan.json with other chunks", "plan.json is damaged .its checksum differs"),
+        ("plan.json gone", "there are saves in .*, but plan.json, which describes them, is gone"),
+        ("program.json gone", "there are saves in .*, but program.json, which describes them, is gone"),
         ("program.json", "program.json is no description of a run"),
         ("outputs/.loopax.json", ".loopax.json cannot be read"),
         ("outputs/0000", "outputs/0000/c/0/0 does not hold rows"),
@@ -230,8 +233,13 @@ def test_a_state_that_is_damaged_is_computed_again(tmp_path, monkeypatch, room):
 def test_other_damage_names_the_file(tmp_path, monkeypatch, room, what, message):
     """And leaves all as it is."""
     stopped_on_the_way_back(tmp_path, monkeypatch, room)
-    place = tmp_path / what
-    if place.is_dir():
+    name, _, how = what.partition(" ")
+    place = tmp_path / name
+    if how == "gone":
+        place.unlink()
+    elif how:
+        place.write_text(place.read_text().replace('"chunk_steps": 5', '"chunk_steps": 4'))
+    elif place.is_dir():
         for save in place.iterdir() if what == "back/saves" else [place]:
             flip(save)
     else:

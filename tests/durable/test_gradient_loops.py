@@ -105,11 +105,13 @@ def test_a_while_loop_that_would_go_on(tmp_path):
         run(RATE, 0.0)
 
 
+@pytest.mark.parametrize("length", [None, 0])
 @pytest.mark.parametrize("loop", ["scan", "fori_loop", "while_loop"])
-def test_no_steps(tmp_path, loop):
+def test_no_steps(tmp_path, loop, length):
     step = {"scan": f, "fori_loop": lambda _, i, x: x, "while_loop": lambda _, x: x}[loop]
     loss = lambda rate, carry, *_: (carry * rate).sum()
-    condition = {"cond_fun": lambda *_: False} if loop == "while_loop" else {"length": None if loop == "scan" else 0}
+    condition: dict[str, Any] = {"cond_fun": lambda *_: False} if loop == "while_loop" else {}
+    condition["length"] = 0 if loop == "fori_loop" else length
     rows = [XS[:0]] if loop == "scan" else []
     value, gradients = value_and_grad(tmp_path, loss, step, loop=loop, **condition)(RATE, START, *rows)
     assert_close((value, gradients[:2]), ((START * RATE).sum(), (START.sum(), jnp.full(3, RATE))), 1e-12)
@@ -248,8 +250,59 @@ def test_cotangents_of_outputs(tmp_path):
 
     expected = jax.jit(jax.value_and_grad(total, (0, 1, 2)))(RATE, START, jnp.asarray(XS))
     assert_close(found(result), expected, 1e-12)
-    with pytest.raises(ValueError, match="not rows of a pytree like that of the outputs"):
-        value_and_grad(tmp_path / "1", step=step, cotangents={"y": of_ys["y"]})(RATE, START, XS)
+    of_ys["z"] = None  # no cotangent
+    result = value_and_grad(tmp_path / "y", lambda _, __, total: total, step, cotangents=of_ys)(RATE, START, XS)
+    expected = np.vdot(of_ys["y"], lx.scan(lambda carry, x: step(RATE, carry, x), START, XS)[1]["y"])
+    assert_close(result[0], expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cotangents", "message"),
+    [
+        ({"y": np.ones((31, 3))}, r"they are not rows of what f returns:\n  .*key"),
+        ({"y": np.ones(31), "z": np.ones(31)}, r"\['y'\]: a row of cotangents has shape \(\), the output \(3,\)"),
+        ({"y": np.ones((31, 3)), "z": np.ones((31, 1))}, r"\['z'\]: a row of cotangents has shape \(1,\), the output"),
+    ],
+)
+def test_cotangents_that_do_not_fit(tmp_path, cotangents, message):
+    step = lambda rate, carry, x: (carry * rate, {"y": carry, "z": x.sum()})
+    with pytest.raises(ValueError, match=message):
+        value_and_grad(tmp_path, step=step, cotangents=cotangents)(RATE, START, XS)
+
+
+def test_no_outputs_and_no_cotangents(tmp_path):
+    step = lambda rate, carry, x: (carry * rate + x, ())
+    value, _ = value_and_grad(tmp_path, lambda _, __, total: total, step, cotangents=())(RATE, START, XS)
+    assert float(value) == 0.0
+
+
+def test_none_in_all_arguments(tmp_path):
+    step = lambda rate, carry, x: ({"h": carry["h"] * rate["r"] + x["x"], "n": None}, None)
+    given = {"r": RATE, "n": None}, {"h": START, "n": None}, {"x": XS, "n": None}
+    value, gradients = value_and_grad(tmp_path, lambda _, carry, __: carry["h"].sum(), step)(*given)
+    expected = in_memory(RATE, START, XS, lambda r, h, x: (h * r + x, h), lambda _, h, __: h.sum())
+    found = gradients.params["r"], gradients.init["h"], np.asarray(gradients.xs["x"])
+    assert_close((value, found), expected, 1e-12)
+    assert gradients.params["n"] is gradients.init["n"] is gradients.xs["n"] is None
+
+
+def test_what_a_function_closes_over_may_change_between_calls(tmp_path):
+    """Compiled functions are those of what is stored as the program."""
+    factors = np.array([0.5, 0.6, 0.7])
+    step = lambda rate, carry, x: (jnp.sin(carry * rate * factors) + x, None)
+    run = lambda name: value_and_grad(tmp_path / name, lambda _, carry, __: carry.sum(), step)(RATE, START, XS)
+    before = run("before")[0]
+    factors *= 1.5
+    loss = lambda rate, carry, ys: carry.sum()
+    other = in_memory(RATE, START, XS, lambda r, h, x: (step(r, h, x)[0], h), loss)[0]
+    assert_close(run("after")[0], other, 1e-12)
+    assert abs(float(before - other)) > 1e-3
+
+
+def test_under_disable_jit(tmp_path):
+    with jax.disable_jit():
+        result = value_and_grad(tmp_path)(RATE, START, XS)
+    assert_close(found(result), in_memory(RATE, START, XS), 1e-12)
 
 
 def test_rows_that_are_on_disk(tmp_path):
@@ -257,8 +310,11 @@ def test_rows_that_are_on_disk(tmp_path):
     _, rows = durable.scan(lambda _, x: (0.0, jnp.asarray(x)), 0.0, XS, directory=tmp_path / "rows")
     np.save(tmp_path / "xs.npy", XS)
     mapped = np.load(tmp_path / "xs.npy", mmap_mode="r")
+    np.save(tmp_path / "big.npy", XS.astype(">f8"))  # of the other order of bytes
+    other = np.load(tmp_path / "big.npy", mmap_mode="r")
     expected = found(value_and_grad(tmp_path / "memory")(RATE, START, XS))
     same_bits(found(value_and_grad(tmp_path / "rows of a run")(RATE, START, rows)), expected)
+    same_bits(found(value_and_grad(tmp_path / "other")(RATE, START, other)), expected)
     result = value_and_grad(tmp_path / "mapped")(RATE, START, mapped)
     same_bits(found(result), expected)
     same_bits(found(value_and_grad(tmp_path / "device")(RATE, START, jnp.asarray(XS))), expected)
@@ -342,6 +398,12 @@ WRONG: list[tuple[Any, Any, Any, str]] = [
     ),
     ({"step": lambda params, carry: carry}, (RATE, START, XS), TypeError, r"called as `f\(params, carry, x\)`"),
     ({"step": lambda _, carry, x: (carry[:2], x)}, (RATE, START, XS), Exception, r"float64\[2\]"),
+    (
+        {"step": lambda r, c, x: (c, jax.random.key(0))},
+        (RATE, START, XS),
+        TypeError,
+        "outputs are added up, and key<fry>",
+    ),
     ({"memory": -1}, (), ValueError, r"memory=...\): got -1"),
     ({"disk": 1.5}, (), TypeError, r"disk=...\): got float 1.5, expected an int, a number of bytes"),
     ({"argnums": 3}, (), ValueError, "got 3, expected an int from 0 to 2"),

@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jaxtyping import PyTree
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import RowPlan
-from loopax._src.durable.gradient_chunk import device_bytes, functions_of, inexact, tree_of
+from loopax._src.durable.gradient_chunk import Functions, device_bytes, inexact, numbers_of_inexact, tree_of
 from loopax._src.durable.gradient_plan import Bounds, Division, evaluated, plan
 from loopax._src.durable.gradient_problem import NAME, UNBOUNDED_STEPS, Given, Problem, Question, problem_of
 from loopax._src.durable.gradient_run import GradientRun
@@ -30,7 +31,7 @@ from loopax._src.durable.stored_program import compare_with_stored, stored_progr
 from loopax._src.jax_internals import api_boundary
 from loopax._src.kinds import Kind, KindLike, Residuals, to_kind
 from loopax._src.progress import ProgressLike, Reporter, Shown, to_progress
-from loopax._src.pytrees.leaves import Dynamic, pack, type_in_words
+from loopax._src.pytrees.leaves import pack, type_in_words
 from loopax._src.pytrees.static import Why, int_within, static_bool
 from loopax._src.schedule.binomial import evaluations
 from loopax._src.settings import settings
@@ -99,13 +100,10 @@ class GradientInfo(NamedTuple):
     more_disk: dict[int, float]
 
 
-def _of_init(init: Any, of_carry: Any) -> Any:
+def _of_init(init: Any, problem: Problem, of_state: list[Array]) -> Any:
     """In the dtypes of `init`, where the loop has taken others."""
-    arrays, spec = pack(init)
-    leaves = jax.tree.leaves(of_carry, is_leaf=lambda x: x is None)
-    dynamic = [found for found, leaf in zip(leaves, spec.leaves, strict=True) if isinstance(leaf, Dynamic)]
-    pairs = zip(arrays, dynamic, strict=True)
-    return tree_of(spec, [found.astype(x.dtype) for x, found in pairs if jnp.issubdtype(x.dtype, jnp.inexact)])
+    (arrays, spec), gradients = pack(init), dict(zip(numbers_of_inexact(problem.state.avals), of_state, strict=True))
+    return tree_of(spec, [gradients[i].astype(arrays[i].dtype) for i in numbers_of_inexact(arrays)])
 
 
 def _outputs(root: Path, problem: Problem, rows: RowSource, steps: int, some: int) -> Outputs | None:
@@ -119,12 +117,12 @@ def _outputs(root: Path, problem: Problem, rows: RowSource, steps: int, some: in
 
 def _compare(
     root: Path, problem: Problem, given: Given, rows: RowSource, settings_: dict[str, str], anyway: bool
-) -> None:
-    """Compare what is asked for with what the directory holds."""
+) -> str:
+    """Compare what is asked for with what the directory holds; gives what tells programs apart."""
     of_row = rows.types(1)
 
     def program(params: Any, state: Any, row: Any) -> Any:
-        functions, one = functions_of(problem, 1, Residuals()), Given(params, state, row, np.int32(0), np.int32(1))
+        functions, one = Functions(problem, 1, Residuals()), Given(params, state, row, np.int32(0), np.int32(1))
         return functions.forward(one), functions.value(one)[0]
 
     closed = jax.make_jaxpr(program)(given.params, given.state, of_row)
@@ -133,9 +131,9 @@ def _compare(
     arrays = dict(zip(names, [*given.params, *given.state], strict=False))
     types = {name: type_in_words(jax.typeof(x)) for name, x in arrays.items()}
     types |= {f"a row of {name}": type_in_words(x) for name, x in zip(problem.rows.names(), of_row, strict=True)}
-    compare_with_stored(
-        NAME, root, stored_program_of(NAME, settings_, types, arrays, written, rows.checksums()), anyway
-    )
+    stored = stored_program_of(NAME, settings_, types, arrays, written, rows.checksums())
+    compare_with_stored(NAME, root, stored, anyway)
+    return repr((stored.step, stored.functions, {name: stored.values[name] for name in written.arrays}))
 
 
 def _numbers(argnums: Any) -> set[int]:
@@ -154,7 +152,7 @@ def _info(run: GradientRun, kind: Kind, state_bytes: int) -> GradientInfo:
 
     def each(disk: int) -> float:
         whole = plan._replace(disk=disk, is_spread=plan.is_spread and disk == plan.disk)
-        return (evaluations(chunks, whole.slots) if run.is_open else evaluated(whole)) / chunks
+        return (evaluations(chunks, min(whole.slots, chunks + 1)) if run.is_open else evaluated(whole)) / chunks
 
     more = {min(factor * plan.disk, chunks - 1) for factor in (2, 4, chunks)} - {plan.disk}
     waits = min(transfers.waited / transfers.seconds, 1.0) if transfers.seconds else 0.0
@@ -321,7 +319,8 @@ def value_and_grad(
         bounds = Bounds(NAME, disk, enough if memory is None else memory, memory is not None, named, pace.chunk_steps)
         with ExitStack() as stack:
             stack.enter_context(locked(NAME, root))
-            _compare(root, problem, given, rows, settings_, anyway)
+            problem = problem._replace(program=_compare(root, problem, given, rows, settings_, anyway))
+            stack.enter_context(jax.disable_jit(False))  # chunks are compiled, whatever is debugged
             limit = steps if steps >= 0 else UNBOUNDED_STEPS if length is None else length
             chosen, programs = Division(root, bounds, problem, given, rows, limit).chunk()
             state_bytes = num_bytes(map(jax.typeof, given.state))
@@ -348,7 +347,7 @@ def value_and_grad(
                 NAME, programs, question.is_open, planned, limit, params_, rows, states, at[1], at[2], shown, watched
             )
             gradient = run.to_the_end()
-        of_init = _of_init(init, tree_of(problem.state, gradient.of_state)[0])
+        of_init = _of_init(init, problem, gradient.of_state)
         of_xs = None if outputs is None else outputs.rows()
         of_all = tree_of(problem.params, gradient.of_params), of_init, of_xs
         found = gradient.value, Gradients(*(one if i in wanted else None for i, one in enumerate(of_all)))

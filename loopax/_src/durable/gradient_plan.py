@@ -9,6 +9,7 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import jax
@@ -24,10 +25,12 @@ from loopax._src.durable.pace import CHUNK_SECONDS, SavePace
 from loopax._src.durable.row_source import RowSource
 from loopax._src.durable.saves import SavedState, Saves
 from loopax._src.durable.states import Plan
+from loopax._src.durable.stored_program import refuse_gone
 from loopax._src.kinds import Checkpointed, Kind, Residuals, to_kind
 from loopax._src.schedule.binomial import evaluations_from
 
 PULLBACK = 2.0  # the time of a pullback / that of its steps, until it has been measured
+_PROBE = "probe"  # the directory of a state that is written to see how long that takes
 _PROBE_SECONDS = 0.02  # of steps that are measured
 _LEAST_SECONDS = 0.02  # of a chunk that stores residuals: calls and saves take milliseconds
 _MOST_STEPS = 1 << 17  # of a chunk
@@ -78,12 +81,17 @@ class Division:
     def chunk(self) -> tuple[Choice, Programs]:
         """That of the run in the directory, or a new one."""
         file = self.root / "plan.json"
+        on_first(lambda: shutil.rmtree(self.root / _PROBE, ignore_errors=True))  # of a process that was killed
         if not all_agree(file.exists()):
+            refuse_gone(self.bounds.name, file)
             chosen, programs = self._chosen()
-            on_first(lambda: write_whole(file, json.dumps(asdict(chosen))))
+            on_first(lambda: write_whole(file, _sealed(json.dumps(asdict(chosen)))))
             return chosen, programs
         try:
-            chosen = Choice(**json.loads(file.read_text()))
+            text, _, _ = (whole := file.read_text()).partition("\n")
+            if whole != _sealed(text):
+                raise ValueError("its checksum differs")
+            chosen = Choice(**json.loads(text))
         except (OSError, TypeError, ValueError) as error:
             raise RuntimeError(
                 f"{self.bounds.name}: {file} is damaged ({error}). Restore it from a backup, or delete the "
@@ -138,6 +146,11 @@ class Division:
         return wanted, "checkpoints" if count >= 3 * wanted**0.5 else f"{count} checkpoints"
 
 
+def _sealed(text: str) -> str:
+    """With a checksum."""
+    return f"{text}\n{sha256(text.encode()).hexdigest()}"
+
+
 def _step_seconds(problem: Problem, given: Given, rows: RowSource, most: int) -> float:
     """Measured, for as many steps as take long enough."""
     forward = jax.jit(functions_of(problem, most, None).forward)
@@ -163,7 +176,7 @@ def _recorded(problem: Problem, given: Given, rows: RowSource) -> tuple[int, int
 
 def _transfer_seconds(root: Path, name: str, state: list[Array]) -> tuple[float, float]:
     """To write a state, and to read it, when that has been done before."""
-    place, found = root / "probe", (0.0, 0.0)
+    place, found = root / _PROBE, (0.0, 0.0)
     with closing(Saves(name, place, None, SavePace(1.0, False))) as saves:
         for i in range(2):
             begun = time.monotonic()

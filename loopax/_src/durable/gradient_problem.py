@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.tree_util import keystr
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.chunk import placed
@@ -119,6 +120,7 @@ class Problem(NamedTuple):
     state: Spec  # of (carry, sum of ys)
     rows: Spec
     num_xs: int  # of the arrays of rows; those behind are not differentiated
+    program: str = ""  # what tells it from others of the same functions, which close over something else
 
 
 class Given(NamedTuple):
@@ -163,15 +165,28 @@ def problem_of(question: Question, params: Any, init: Any, rows: RowSource, num_
 
 def _sum(ys: Any) -> Any:
     """Of one row; of half precision, in float32."""
+    if jnp.issubdtype(ys.dtype, jax.dtypes.extended):
+        raise TypeError(f"{NAME}: outputs are added up, and {ys.dtype} cannot be. Keep keys in the carry.")
     return jnp.sum(ys.astype(jnp.float32) if ys.dtype in _HALF else ys, 0)
 
 
 def _paired(cotangents: Any, ys: Any) -> Any:
     """The sum of the products of cotangents and outputs."""
+    is_none = lambda leaf: leaf is None  # noqa: E731, which stands for no cotangent
+    problems, products = [], []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(cotangents, is_leaf=is_none)
     try:
-        products = jax.tree.map(lambda c, y: jnp.sum((c * y).real), cotangents, ys)
+        outputs = structure.flatten_up_to(ys)
     except ValueError as error:
-        raise ValueError(
-            f"{NAME}(cotangents=...): they are not rows of a pytree like that of the outputs ({error})."
-        ) from None
-    return reduce(add, jax.tree.leaves(products))
+        problems, outputs = [f"  {error}"], []
+    for (path, c), y in zip(leaves, outputs, strict=False):
+        if c is None:
+            continue
+        if jnp.shape(c) == jnp.shape(y):
+            products.append(jnp.sum((c * y).real))
+        else:
+            name = keystr(path) or "the output itself"
+            problems.append(f"  {name}: a row of cotangents has shape {jnp.shape(c)}, the output {jnp.shape(y)}")
+    if problems:
+        raise ValueError(f"{NAME}(cotangents=...): they are not rows of what f returns:\n" + "\n".join(problems))
+    return reduce(add, products) if products else jnp.zeros(())

@@ -100,14 +100,13 @@ class GradientRun:
         at = self._reached()
         chunk, is_known = plan.chunks_before(at.steps), not self.is_open
         self.states.begin(chunk + 1, plan.starts() if is_known else None)
-        self.states.make_room = self.states.clear
         saves.pace.begin(at.steps)
         work = round((evaluated(plan) + PULLBACK * plan.chunks) * plan.chunk) if is_known else None
         shown = self.shown("forward", work)
         shown.begin(at.steps)
         begun, stored = at.steps, islice(self._stored(), chunk, None)
         stopped = False
-        last = plan.chunks - 1 if is_known else plan.chunks_before(self.limit)
+        last = plan.chunks - 1 if is_known else max(plan.chunks_before(self.limit), 1)  # one looks at the condition
         while at.goes_on and chunk < last and not stopped:
             kept = next(stored)
             for other in self.states.kept(chunk) if isinstance(kept, tuple) else ():
@@ -160,7 +159,6 @@ class GradientRun:
     def _backward(self, end: int, gradient: Gradient) -> Gradient:
         """Differentiate the chunks before `end`, from the last to the first."""
         self._end, self._gradient = end, gradient
-        self.states.make_room = self._save_back
         self.back.pace.begin(self._reached_back().steps)
         shown = self.shown("backward", self._rest(end))
         shown.begin()
@@ -171,11 +169,12 @@ class GradientRun:
                 arrays = self._do(action, arrays)
                 shown.update(self._evaluations)
                 if action.name == "reverse":
-                    self._save_if_due(self.back, self._reached_back(), self.states.clear)
+                    self._save_if_due(self.back, self._reached_back())
                 stopped = action.name in ("advance", "reverse") and self._is_interrupted()
                 if stopped or arrays is None:  # a damaged state is dropped, and the schedule asked anew
                     break
         reached = self._reached_back()
+        self.states.finish()
         self.back.end(reached, self.interrupts, f"the gradient of the last {reached.steps} of {self.plan.steps} steps")
         shown.end(finished=True)
         return self._gradient
@@ -212,12 +211,6 @@ class GradientRun:
     def _reached_back(self) -> SavedState:
         """Where the way back is."""
         return SavedState(self.plan.steps_behind(self._end), self._end > 0, jax.tree.leaves(self._gradient))
-
-    def _save_back(self) -> None:
-        """Save where the way back is, so that dropped states can be removed."""
-        self.back.save(self._reached_back())
-        self.back.finish()
-        self.states.clear()
 
     def _rest(self, end: int) -> int:
         """The evaluations of a step on the way back from a chunk; a pullback counts for some."""
@@ -273,11 +266,10 @@ class GradientRun:
         """Whether a signal has come, to any process."""
         return bool(agreed(self.interrupts.received or 0)[0])
 
-    def _save_if_due(self, saves: Saves, at: SavedState, after: Callable[[], None] = lambda: None) -> None:
-        """Save if that is due, and do something when it is saved."""
+    def _save_if_due(self, saves: Saves, at: SavedState) -> None:
+        """Save if that is due."""
         saves.look()
         if all_agree(saves.pace.should_save(at.steps)):
             self.states.finish()
             saves.save(at)
             saves.finish()
-            after()

@@ -33,7 +33,7 @@ class RowSource:
             if isinstance(leaf, jax.Array):
                 leaf, described_as = to_array(leaf)
             else:
-                described_as = to_array(leaf[:1])[1]
+                described_as = to_array(_native(leaf[:1]))[1]
             self._arrays.append(leaf)
             described.append(described_as)
         self.spec = Spec(treedef, tuple(described))
@@ -59,12 +59,17 @@ class RowSource:
         if isinstance(x, jax.Array):
             found = _slice(x, np.int32(start), capacity)
         else:
-            found = to_array(x[start : start + capacity])[0]
+            found = to_array(_native(x[start : start + capacity]))[0]
         return jnp.roll(found, start - low, 0) if start < low else found
 
     def checksums(self) -> dict[str, str]:
         """One for each array."""
         return {f"xs, array {i}": _checksum(x) for i, x in enumerate(self._arrays)}
+
+
+def _native(x: Any) -> Any:
+    """In the order of bytes of this machine."""
+    return x.astype(x.dtype.newbyteorder("="), copy=False) if isinstance(x, np.ndarray) else x
 
 
 @partial(jax.jit, static_argnums=2)
@@ -76,5 +81,5 @@ def _checksum(x: Any) -> str:
     if isinstance(x, jax.Array):
         return checksums([x])[0]
     some = max(_PIECE_BYTES // max(x.nbytes // max(len(x), 1), 1), 1)
-    pieces = (to_array(x[low : low + some])[0] for low in range(0, len(x), some))
+    pieces = (to_array(_native(x[low : low + some]))[0] for low in range(0, len(x), some))
     return sha256("".join(checksums([piece])[0] for piece in pieces).encode()).hexdigest()

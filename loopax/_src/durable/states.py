@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -117,10 +117,8 @@ class States:
     memory: int
     first: list[Array]
     transfers: Transfers
-    make_room: Callable[[], None] = lambda: None  # makes a save of the way back, and calls `clear`
     _in_memory: dict[int, list[Array]] = field(default_factory=dict)
     _on_disk: set[int] = field(default_factory=set)
-    _dropped: set[int] = field(default_factory=set)  # still on disk, as a run that goes on may need them
     _written: Future[Any] | None = None  # the last one
     _read: tuple[int, Future[Any]] | None = None  # ahead of its turn
 
@@ -130,8 +128,7 @@ class States:
         kept = [chunk for chunk in found if chunk < end and (wanted is None or chunk in wanted)]
         count = min(len(kept), self.disk)  # a run that goes on may have less room: those that are kept are spread
         self._on_disk = {kept[i * len(kept) // count] for i in range(count)}
-        self._dropped = set(found) - self._on_disk
-        self.clear()
+        self._remove(set(found) - self._on_disk)
 
     def kept(self, end: int) -> list[int]:
         """The chunks before `end` before which a state is kept."""
@@ -152,8 +149,6 @@ class States:
         if not to_disk:
             self._in_memory[chunk] = arrays
             return
-        if len(self._on_disk) + len(self._dropped) == self.disk:
-            self.make_room()
         self.finish()
         state, sums = SavedState(chunk, True, arrays), checksums(arrays)
 
@@ -181,8 +176,7 @@ class States:
                 DamagedSaveWarning,
                 stacklevel=2,
             )
-            self._on_disk.remove(chunk)
-            self.transfers.begin(lambda: self.saves.remove(chunk))
+            self.drop(chunk)
             return None
         self.transfers.bytes_read += num_bytes(map(jax.typeof, arrays))
         return arrays
@@ -194,21 +188,21 @@ class States:
         self._read = chunk, self.transfers.begin(lambda: self.saves.read(chunk, self.first))
 
     def drop(self, chunk: int) -> None:
-        """Forget a state; its files stay until `clear`."""
+        """Forget a state. A run that goes on from before computes it again."""
         if chunk in self._on_disk:
             self._on_disk.remove(chunk)
-            self._dropped.add(chunk)
+            self._remove({chunk})
         self._in_memory.pop(chunk, None)
 
-    def clear(self) -> None:
-        """Remove the files of states that nobody needs any more, not even a run that goes on."""
-        self.finish()
-        for chunk in sorted(self._dropped):
+    def _remove(self, chunks: Iterable[int]) -> None:
+        """Remove files."""
+        for chunk in sorted(chunks):
             self._written = self.transfers.begin(lambda chunk=chunk: self.saves.remove(chunk))
-        self._dropped.clear()
 
     def finish(self) -> None:
-        """Wait until what has been kept is on disk."""
+        """Wait until nothing is written or read: Orbax does one thing at a time."""
         if self._written is not None:
             self.transfers.wait(self._written)
             self._written = None
+        if self._read is not None:  # what has gone wrong with it, `read` says
+            self.transfers.wait(self.transfers.begin(lambda: None))

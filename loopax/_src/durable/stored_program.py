@@ -124,6 +124,7 @@ def compare_with_stored(where: str, root: Path, new: StoredProgram, anyway: bool
 def _stored(where: str, root: Path) -> StoredProgram | None:
     """The program of the run that the directory holds; None: it holds none."""
     if not (file := root / "program.json").exists():
+        refuse_gone(where, file)
         return None
     try:
         found = json.loads(file.read_text())
@@ -139,6 +140,15 @@ def _stored(where: str, root: Path) -> StoredProgram | None:
             f"{where}: {file} is no description of a run that loopax has written ({error}). Give a "
             "directory of its own to each run."
         ) from error
+
+
+def refuse_gone(where: str, file: Path) -> None:
+    """Raise where a file is missing without which the saves beside it may be those of another run."""
+    if any(file.parent.glob("saves/[0-9]*")) or any(file.parent.glob("*/saves/[0-9]*")):
+        raise RuntimeError(
+            f"{where}: there are saves in {file.parent}, but {file.name}, which describes them, is gone. Restore it "
+            "from a backup, or delete the directory of the run to start anew."
+        )
 
 
 def _compare(where: str, root: Path, old: StoredProgram, new: StoredProgram, anyway: bool) -> list[str]:
