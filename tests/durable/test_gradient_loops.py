@@ -290,10 +290,10 @@ def test_what_a_function_closes_over_may_change_between_calls(tmp_path):
     """Compiled functions are those of what is stored as the program."""
     factors = np.array([0.5, 0.6, 0.7])
     step = lambda rate, carry, x: (jnp.sin(carry * rate * factors) + x, None)
-    run = lambda name: value_and_grad(tmp_path / name, lambda _, carry, __: carry.sum(), step)(RATE, START, XS)
+    loss = lambda rate, carry, ys: carry.sum()
+    run = lambda name: value_and_grad(tmp_path / name, loss, step)(RATE, START, XS)
     before = run("before")[0]
     factors *= 1.5
-    loss = lambda rate, carry, ys: carry.sum()
     other = in_memory(RATE, START, XS, lambda r, h, x: (step(r, h, x)[0], h), loss)[0]
     assert_close(run("after")[0], other, 1e-12)
     assert abs(float(before - other)) > 1e-3
