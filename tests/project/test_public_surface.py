@@ -151,6 +151,9 @@ loopax.kinds:
 loopax.durable:
   AnotherProgramWarning(...)
   DamagedSaveWarning(...)
+  GradientInfo(num_steps, chunk_steps, kind, evaluations, states_on_disk, states_in_memory, state_bytes, evaluated,
+      bytes_written, bytes_read, hidden, more_disk)
+  Gradients(params, init, xs=)
   Rows(path, shape, dtype, key_impl=, metadata=, written=)
     ndim
     nbytes
@@ -164,6 +167,8 @@ loopax.durable:
   scan(f, init, xs=, length=, reverse=, unroll=, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, stop=,
       max_steps=, key=, throw=, info=, progress=, finite=)
   steps_saved(directory)
+  value_and_grad(loss, f, *, directory, loop=, length=, cond_fun=, disk=, memory=, kind=, cotangents=, argnums=,
+      checkpoint_every=, resume=, chunk_steps=, progress=, info=)
   while_loop(cond_fun, body_fun, init_val, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, max_steps=,
       key=, throw=, info=, progress=, finite=)
 loopax.stochtrace:
