@@ -42,12 +42,17 @@ class Saves:
     def __init__(
         self, where: str, root: Path, keep: int | None, pace: SavePace, outputs: Outputs | None = None
     ) -> None:
-        """Unfinished saves of an earlier process are removed."""
+        """Unfinished saves of an earlier process are removed.
+
+        All saves are kept (None) of states that are soon read again: these are not compressed, which takes time.
+        """
         self.where, self.directory, self.pace, self.outputs = where, root / "saves", pace, outputs
+        tree = ocp().PyTreeCheckpointHandler(use_compression=keep is not None)
+        handlers = {"state": tree, "facts": ocp().JsonCheckpointHandler()}
         options = ocp().CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True, save_root_metadata=False
         )
-        self._manager = ocp().CheckpointManager(self.directory, options=options)
+        self._manager = ocp().CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def save(self, state: SavedState) -> None:
         """Begin to save a state, if it is not the newest one that is saved."""
@@ -68,7 +73,7 @@ class Saves:
         """Begin to save a state, with its checksums. `is_older`: there may be saves of later states."""
         arrays, args = _written(state.arrays), ocp().args
         facts = _sealed(state.steps, state.goes_on, sums)
-        written = {"state": args.StandardSave(arrays)} if arrays else {}
+        written = {"state": args.PyTreeSave(arrays)} if arrays else {}
         items = args.Composite(facts=args.JsonSave(facts), **written)
         with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
             self._manager.save(state.steps, args=items, **({"force": True} if is_older else {}))
@@ -150,7 +155,8 @@ class Saves:
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in _written(like).items()
         }
-        wanted = {"state": args.StandardRestore(shapes)} if shapes else {}
+        restored = ocp().checkpoint_utils.construct_restore_args(shapes)
+        wanted = {"state": args.PyTreeRestore(shapes, restore_args=restored)} if shapes else {}
         found = self._manager.restore(step, args=args.Composite(facts=args.JsonRestore(), **wanted))
         facts = found.facts
         if facts != _sealed(step, facts["goes_on"], facts["checksums"]):
