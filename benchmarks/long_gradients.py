@@ -139,8 +139,9 @@ def _ours(chunks: int, memory: int, disk: int, seconds: float) -> int:
 
 
 def _theirs(chunks: int, memory: int, disk: int, seconds: float) -> int:
+    costs: Any = seconds, seconds
     if seconds:
-        schedule: Any = theirs.HRevolve(chunks, memory, disk, 1, 1, seconds, seconds)
+        schedule: Any = theirs.HRevolve(chunks, memory, disk, 1, 1, *costs)
     else:
         schedule = theirs.MultistageCheckpointSchedule(chunks, memory, disk)
     total = 0

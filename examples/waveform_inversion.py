@@ -152,13 +152,13 @@ class Result(NamedTuple):
 def invert(directory: Path) -> Result:
     """The inversion: the same call begins it, and goes on with it."""
     shots, optimizer = survey(directory / "survey"), optax.adam(RATE)
-    velocity = jnp.asarray(first_guess())
+    velocity: Any = jnp.asarray(first_guess())
     state, misfits = optimizer.init(velocity), []
     unknown = jnp.asarray(ground() > 1500)  # all but the water
     for i in range(ITERATIONS):
         value, gradients = gradient(directory / f"{i}")(velocity, still(), shots)
         changes, state = optimizer.update(gradients.params * unknown, state)
-        velocity = jnp.clip(velocity + changes * unknown, 1400, 4500)
+        velocity = jnp.clip(optax.apply_updates(velocity, changes), 1400, 4500)
         misfits.append(float(value))
     return Result(np.asarray(velocity), misfits)
 
@@ -219,10 +219,10 @@ def draw(result: Result, costs: Sequence[Budget] = ()) -> Figure:
     models = {"true velocity": ground(), "first guess": first_guess(), "found": result.velocity}
     size = CELLS * SPACING / 1000
     for axes, (title, model) in zip(above, models.items(), strict=True):
-        image = axes.imshow(model, vmin=1500, vmax=2600, extent=(0, size, size, 0), cmap="viridis")
+        axes.imshow(model, vmin=1500, vmax=2600, extent=(0, size, size, 0), cmap="viridis")
         axes.set(title=title, xlabel="km")
     above[0].set_ylabel("depth (km)")
-    figure.colorbar(image, ax=list(above), label="m/s")
+    figure.colorbar(above[0].images[0], ax=list(above), label="m/s")
     below[0].plot(np.array(result.misfits) / result.misfits[0], marker=".", lw=1)
     below[0].set(title="misfit", xlabel="gradient", ylabel="part of the first", ylim=(0, None))
     bytes_ = [cost.disk / 2**20 for cost in costs]

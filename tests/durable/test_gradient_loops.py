@@ -241,7 +241,7 @@ def test_cotangents_of_outputs(tmp_path):
         carry = jnp.tanh(carry * rate + x)
         return carry, {"y": carry**2, "z": (carry * x).sum()}
 
-    of_ys = {"y": np.random.RandomState(1).randn(31, 3), "z": np.random.RandomState(2).randn(31)}
+    of_ys: Any = {"y": np.random.RandomState(1).randn(31, 3), "z": np.random.RandomState(2).randn(31)}
     result = value_and_grad(tmp_path, lambda _, __, total: total, step, cotangents=of_ys)(RATE, START, XS)
 
     def total(rate, start, xs):
