@@ -152,13 +152,14 @@ class Result(NamedTuple):
 def invert(directory: Path) -> Result:
     """The inversion: the same call begins it, and goes on with it."""
     shots, optimizer = survey(directory / "survey"), optax.adam(RATE)
-    velocity: Any = jnp.asarray(first_guess())
+    velocity = jnp.asarray(first_guess())
     state, misfits = optimizer.init(velocity), []
     unknown = jnp.asarray(ground() > 1500)  # all but the water
     for i in range(ITERATIONS):
         value, gradients = gradient(directory / f"{i}")(velocity, still(), shots)
         changes, state = optimizer.update(gradients.params * unknown, state)
-        velocity = jnp.clip(optax.apply_updates(velocity, changes), 1400, 4500)
+        moved: Any = optax.apply_updates(velocity, changes)
+        velocity = jnp.clip(moved, 1400, 4500)
         misfits.append(float(value))
     return Result(np.asarray(velocity), misfits)
 
