@@ -153,6 +153,7 @@ class GradientRun:
             self.plan = self.plan._replace(steps=self._reached().steps)
         elif self.plan.chunks:
             last = self.plan.chunks - 1
+            self._evaluations = self._work_of(last)
             return last, self._reverse(last, arrays, None)
         return self.plan.chunks, Gradient(*self.programs.value(self._given(0, arrays)))
 
@@ -160,8 +161,9 @@ class GradientRun:
         """Differentiate the chunks before `end`, from the last to the first."""
         self._end, self._gradient = end, gradient
         self.back.pace.begin(self._reached_back().steps)
-        shown = self.shown("backward", self._rest(end))
+        shown = self.shown("backward", self._evaluations + self._rest(end))
         shown.begin()
+        shown.update(self._evaluations)
         stopped = False
         while self._end and not stopped:
             arrays = self.states.first
@@ -205,8 +207,13 @@ class GradientRun:
             self._wait_if_needed(self.back, self._reached_back())
             states.read_ahead(states.kept(chunk)[-1] if chunk else 0)
             self._gradient, self._end = self._reverse(chunk, arrays, self._gradient), chunk
-            self._evaluations += round((1 + PULLBACK) * (high - low))
+            self._evaluations += self._work_of(chunk)
         return arrays
+
+    def _work_of(self, chunk: int) -> int:
+        """The evaluations of a step that the pullback of a chunk counts for, its own included."""
+        low, high = self.plan.rows(chunk)
+        return round((1 + PULLBACK) * (high - low))
 
     def _reached_back(self) -> SavedState:
         """Where the way back is."""
