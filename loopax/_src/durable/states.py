@@ -119,7 +119,7 @@ class States:
     transfers: Transfers
     _in_memory: dict[int, list[Array]] = field(default_factory=dict)
     _on_disk: set[int] = field(default_factory=set)
-    _written: Future[Any] | None = None  # the last one
+    _changes: list[Future[Any]] = field(default_factory=list)  # on disk, that have begun
     _read: tuple[int, Future[Any]] | None = None  # ahead of its turn
 
     def begin(self, end: int, wanted: Container[int] | None = None) -> None:
@@ -156,7 +156,7 @@ class States:
             self.saves.write(state, sums, is_older=True)
             self.saves.finish()
 
-        self._written = self.transfers.begin(write)
+        self._changes.append(self.transfers.begin(write))
         self.transfers.bytes_written += num_bytes(map(jax.typeof, arrays))
         self._on_disk.add(chunk)
 
@@ -197,12 +197,11 @@ class States:
     def _remove(self, chunks: Iterable[int]) -> None:
         """Remove files."""
         for chunk in sorted(chunks):
-            self._written = self.transfers.begin(lambda chunk=chunk: self.saves.remove(chunk))
+            self._changes.append(self.transfers.begin(lambda chunk=chunk: self.saves.remove(chunk)))
 
     def finish(self) -> None:
         """Wait until nothing is written or read: Orbax does one thing at a time."""
-        if self._written is not None:
-            self.transfers.wait(self._written)
-            self._written = None
+        while self._changes:
+            self.transfers.wait(self._changes.pop(0))
         if self._read is not None:  # what has gone wrong with it, `read` says
             self.transfers.wait(self.transfers.begin(lambda: None))
