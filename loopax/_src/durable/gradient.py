@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
         Pytrees as those given: a gradient for each array of real or complex numbers, None for all other leaves. None
         if `argnums` leaves them out.
     xs
-        The same, of arrays on disk (`durable.Rows`), a row for each step. None without `xs`.
+        As `params`, with arrays on disk (`durable.Rows`) that have a row for each step. None without `xs`.
 
     """
 
@@ -313,10 +313,10 @@ def value_and_grad(
             "steps": str(steps),
             "kind": repr(named),
             "chunk_steps": str(chunk_steps),
+            "of xs": str(2 in wanted),
         }
-        settings_ |= {"of xs": str(2 in wanted)}
         enough = max(settings().memory, _STATES * device_bytes(given.state))
-        bounds = Bounds(NAME, disk, enough if memory is None else memory, memory is not None, named, pace.chunk_steps)
+        bounds = Bounds(disk, enough if memory is None else memory, memory is not None, named, pace.chunk_steps)
         with ExitStack() as stack:
             stack.enter_context(locked(NAME, root))
             problem = problem._replace(program=_compare(root, problem, given, rows, settings_, anyway))
@@ -344,7 +344,7 @@ def value_and_grad(
             watched = stack.enter_context(watching())
             params_ = list(given.params)
             run = GradientRun(
-                NAME, programs, question.is_open, planned, limit, params_, rows, states, at[1], at[2], shown, watched
+                programs, question.is_open, planned, limit, params_, rows, states, at[1], at[2], shown, watched
             )
             gradient = run.to_the_end()
         of_init = _of_init(init, problem, gradient.of_state)

@@ -9,7 +9,6 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import jax
@@ -19,8 +18,8 @@ from jax import Array
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import CHUNK_BYTES
 from loopax._src.durable.gradient_chunk import Programs, device_bytes, functions_of, recorded_bytes
-from loopax._src.durable.gradient_problem import Given, Problem
-from loopax._src.durable.options import all_agree, on_first, write_whole
+from loopax._src.durable.gradient_problem import NAME, Given, Problem
+from loopax._src.durable.options import all_agree, on_first, read_sealed, write_sealed
 from loopax._src.durable.pace import CHUNK_SECONDS, SavePace
 from loopax._src.durable.row_source import RowSource
 from loopax._src.durable.saves import SavedState, Saves
@@ -29,7 +28,7 @@ from loopax._src.durable.stored_program import refuse_gone
 from loopax._src.kinds import Checkpointed, Kind, Residuals, to_kind
 from loopax._src.schedule.binomial import evaluations_from
 
-PULLBACK = 2.0  # the time of a pullback / that of its steps, until it has been measured
+PULLBACK = 2.0  # the time of a pullback / that of its steps: a guess
 _PROBE = "probe"  # the directory of a state that is written to see how long that takes
 _PROBE_SECONDS = 0.02  # of steps that are measured
 _LEAST_SECONDS = 0.02  # of a chunk that stores residuals: calls and saves take milliseconds
@@ -41,7 +40,6 @@ UNBOUNDED = 1 << 30  # states on disk, where nobody knows how many there will be
 class Bounds:
     """What the user says, checked; bytes."""
 
-    name: str  # of the function
     disk: int | None  # for states
     memory: int  # for states, and for what is stored within a chunk
     is_strict: bool  # whether the user has said how much memory
@@ -83,18 +81,15 @@ class Division:
         file = self.root / "plan.json"
         on_first(lambda: shutil.rmtree(self.root / _PROBE, ignore_errors=True))  # of a process that was killed
         if not all_agree(file.exists()):
-            refuse_gone(self.bounds.name, file)
+            refuse_gone(NAME, file)
             chosen, programs = self._chosen()
-            on_first(lambda: write_whole(file, _sealed(json.dumps(asdict(chosen)))))
+            on_first(lambda: write_sealed(file, json.dumps(asdict(chosen))))
             return chosen, programs
         try:
-            text, _, _ = (whole := file.read_text()).partition("\n")
-            if whole != _sealed(text):
-                raise ValueError("its checksum differs")
-            chosen = Choice(**json.loads(text))
+            chosen = Choice(**json.loads(read_sealed(file)))
         except (OSError, TypeError, ValueError) as error:
             raise RuntimeError(
-                f"{self.bounds.name}: {file} is damaged ({error}). Restore it from a backup, or delete the "
+                f"{NAME}: {file} is damaged ({error}). Restore it from a backup, or delete the "
                 "directory of the run to start anew."
             ) from error
         return chosen, self._compiled(chosen)
@@ -113,7 +108,7 @@ class Division:
         seconds = _step_seconds(self.problem, self.given, self.rows, few)
         wanted = bounds.chunk_steps or max(min(round(CHUNK_SECONDS / seconds), most), 1)
         wanted = max(min(wanted, self.steps), 1)
-        transfers = (0.0, 0.0) if bounds.disk == 0 else _transfer_seconds(self.root, bounds.name, [*self.given.state])
+        transfers = (0.0, 0.0) if bounds.disk == 0 else _transfer_seconds(self.root, [*self.given.state])
         if bounds.kind != to_kind("auto"):
             chosen = Choice(wanted, "", seconds, *transfers)
             return chosen, self._compiled(chosen)
@@ -128,7 +123,7 @@ class Division:
         programs = self._compiled(chosen)
         if bounds.is_strict and programs.memory > bounds.memory:
             raise ValueError(
-                f"{bounds.name}(memory={bounds.memory}): the pullback of the smallest chunk takes {programs.memory} "
+                f"{NAME}(memory={bounds.memory}): the pullback of the smallest chunk takes {programs.memory} "
                 f"bytes. Give memory={programs.memory} or more; {16 * programs.memory} make it several times as fast."
             )
         return chosen, programs
@@ -144,11 +139,6 @@ class Division:
             return min(wanted, fits), "residuals"
         count = min(free // max(state, 1), wanted)
         return wanted, "checkpoints" if count >= 3 * wanted**0.5 else f"{count} checkpoints"
-
-
-def _sealed(text: str) -> str:
-    """With a checksum."""
-    return f"{text}\n{sha256(text.encode()).hexdigest()}"
 
 
 def _step_seconds(problem: Problem, given: Given, rows: RowSource, most: int) -> float:
@@ -174,10 +164,10 @@ def _recorded(problem: Problem, given: Given, rows: RowSource) -> tuple[int, int
     return max(2 * one - two, 0), two - one
 
 
-def _transfer_seconds(root: Path, name: str, state: list[Array]) -> tuple[float, float]:
+def _transfer_seconds(root: Path, state: list[Array]) -> tuple[float, float]:
     """To write a state, and to read it, when that has been done before."""
     place, found = root / _PROBE, (0.0, 0.0)
-    with closing(Saves(name, place, None, SavePace(1.0, False))) as saves:
+    with closing(Saves(NAME, place, None, SavePace(1.0, False))) as saves:
         for i in range(2):
             begun = time.monotonic()
             saves.start(SavedState(i, True, state))
@@ -195,7 +185,7 @@ def plan(chosen: Choice, bounds: Bounds, state: list[Array], within: int, steps:
     chunks = UNBOUNDED if steps < 0 else -(-steps // chosen.chunk_steps)
     if bounds.is_strict and within > bounds.memory:
         raise ValueError(
-            f"{bounds.name}(memory={bounds.memory}): the pullback of a chunk of {chosen.chunk_steps} steps takes "
+            f"{NAME}(memory={bounds.memory}): the pullback of a chunk of {chosen.chunk_steps} steps takes "
             f"{within} bytes with kind={bounds.kind}. Give memory={within} or more, another kind, or fewer chunk_steps."
         )
     most = max(chunks - 1, 0)
@@ -204,7 +194,7 @@ def plan(chosen: Choice, bounds: Bounds, state: list[Array], within: int, steps:
     memory = min(max(bounds.memory - within - 2 * on_device, 0) // on_device, most)
     if disk + memory == 0 and most > 1:
         raise ValueError(
-            f"{bounds.name}(disk={bounds.disk}, memory={bounds.memory}): there is no room for a single state, of "
+            f"{NAME}(disk={bounds.disk}, memory={bounds.memory}): there is no room for a single state, of "
             f"{on_disk} bytes, and each chunk would be computed again from the start. Give disk={on_disk} or more; "
             "with n states, 2 to 3 evaluations of a step take runs of n**2 / 2 chunks."
         )
@@ -221,7 +211,7 @@ def fewest(chunks: int, slots: int) -> int:
 
 
 def fewest_spread(chunks: int, disk: int, memory: int) -> int:
-    """The same, where states on disk are spread evenly, and those between them in memory."""
+    """How many chunks are evaluated in all, if states on disk are spread evenly and those between them in memory."""
     short, longer = divmod(chunks, disk + 1)
     lengths = {short: disk + 1 - longer, short + 1: longer}
     last = -(-chunks // (disk + 1))  # the forward pass goes through it once, as its first way back

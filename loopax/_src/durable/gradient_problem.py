@@ -49,7 +49,7 @@ class Question(NamedTuple):
         return self.loop == "fori_loop"
 
     def checked(self) -> "Question":
-        """The same, or an error."""
+        """Check the arguments that do not depend on a call, and return this object."""
         if self.loop not in LOOPS:
             raise ValueError(f"{NAME}(loop=...): got {self.loop!r}, expected one of {', '.join(map(repr, LOOPS))}.")
         check_callable(f"{NAME}(loss)", self.loss)

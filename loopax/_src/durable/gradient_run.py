@@ -23,7 +23,7 @@ from jax import Array
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.gradient_chunk import Programs, inexact
 from loopax._src.durable.gradient_plan import PULLBACK, UNBOUNDED, evaluated, fewest
-from loopax._src.durable.gradient_problem import Given
+from loopax._src.durable.gradient_problem import NAME, Given
 from loopax._src.durable.options import agreed, all_agree
 from loopax._src.durable.pace import Interrupts
 from loopax._src.durable.row_source import RowSource
@@ -54,7 +54,6 @@ class Work:
 class GradientRun:
     """Everything that a run needs."""
 
-    name: str
     programs: Programs
     is_open: bool  # a condition says how many steps there are
     plan: Plan
@@ -83,9 +82,10 @@ class GradientRun:
         if found is None:
             return self._backward(*self._begin_back(self._forward()))
         if self.is_open:
-            if self._reached().goes_on:  # the save of the last state is damaged
-                self._forward()
-            self.plan = self.plan._replace(steps=self._reached().steps)
+            last = self._reached()
+            if last.goes_on:  # the save of the last state is damaged
+                last = self._forward()
+            self.plan = self.plan._replace(steps=last.steps)
         end = self.plan.chunks_before(self.plan.steps - found.steps)
         self.states.begin(end)
         return self._backward(end, treedef.unflatten(found.arrays))
@@ -94,7 +94,7 @@ class GradientRun:
         """Where the forward pass is."""
         return self.ahead.newest(self.states.first) or SavedState(0, True, self.states.first)
 
-    def _forward(self) -> list[Array]:
+    def _forward(self) -> SavedState:
         """The state before the last chunk; behind it where only a condition tells which one is the last."""
         plan, saves = self.plan, self.ahead
         at = self._reached()
@@ -124,10 +124,9 @@ class GradientRun:
         shown.end(finished=True)
         if at.goes_on and not is_known:
             raise eqx.EquinoxRuntimeError(
-                f"{self.name}(length={self.limit}): cond_fun would go on after so many steps. Give a larger length, or "
-                "None."
+                f"{NAME}(length={self.limit}): cond_fun would go on after so many steps. Give a larger length, or None."
             )
-        return at.arrays
+        return at
 
     def _stored(self) -> Iterator[Container[int]]:
         """For each chunk of the forward pass, before which chunks states are kept then."""
@@ -147,15 +146,15 @@ class GradientRun:
         coming = min(end - chunk, memory + disk)
         return disk > 0 and (coming > memory or (is_ahead and coming <= disk))
 
-    def _begin_back(self, arrays: list[Array]) -> tuple[int, Gradient]:
+    def _begin_back(self, reached: SavedState) -> tuple[int, Gradient]:
         """The value, and the gradient before the last chunk, or behind it, as `_forward` has given the state."""
         if self.is_open:
-            self.plan = self.plan._replace(steps=self._reached().steps)
+            self.plan = self.plan._replace(steps=reached.steps)
         elif self.plan.chunks:
             last = self.plan.chunks - 1
             self._evaluations = self._work_of(last)
-            return last, self._reverse(last, arrays, None)
-        return self.plan.chunks, Gradient(*self.programs.value(self._given(0, arrays)))
+            return last, self._reverse(last, reached.arrays, None)
+        return self.plan.chunks, Gradient(*self.programs.value(self._given(0, reached.arrays)))
 
     def _backward(self, end: int, gradient: Gradient) -> Gradient:
         """Differentiate the chunks before `end`, from the last to the first."""

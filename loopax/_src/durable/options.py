@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Any, Required
@@ -69,6 +70,8 @@ def on_first(action: Callable[[], Any]) -> None:
 # - `program.json`, what is run: versions, types, checksums;
 # - `saves`, a directory for each save, which Orbax writes;
 # - `outputs`, an array in Zarr's format for each leaf of a scan's outputs.
+# In that of a gradient, `saves` are in `ahead` (where the forward pass is), `back` (where the way back is) and `states`
+# (before chunks), `outputs` are the gradients of the rows of xs, and `plan.json` says how the run is divided.
 
 
 def whole_path(where: str, path: Any) -> Path:
@@ -122,6 +125,19 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write a file as `write_whole` does, with a checksum of the text on its last line."""
+    write_whole(path, f"{text}\n{sha256(text.encode()).hexdigest()}")
+
+
+def read_sealed(path: Path) -> str:
+    """Read the text of a file that `write_sealed` has written; ValueError where it has changed."""
+    text, _, seal = path.read_text().rpartition("\n")
+    if sha256(text.encode()).hexdigest() != seal:
+        raise ValueError("its checksum differs")
+    return text
 
 
 # Orbax, and TensorStore on which it depends: imported when the first durable loop runs.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopax._src.durable.chunk import RowPlan, row_types
-from loopax._src.durable.options import clear_errors, ocp, on_first, tensorstore, whole_path, write_whole
+from loopax._src.durable.options import (
+    clear_errors,
+    ocp,
+    on_first,
+    read_sealed,
+    tensorstore,
+    whole_path,
+    write_sealed,
+)
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import Dynamic, Spec
 
@@ -192,17 +199,14 @@ def _touched(index: tuple[Any, ...], rows: int, some: int) -> Container[int]:
 def _describe(root: Path, arrays: Sequence[Mapping[str, Any]], written: tuple[int, int]) -> None:
     """Write it, with a checksum of its own. From then on readers see the arrays, all of them."""
     text = json.dumps({"arrays": list(arrays), "written": written})
-    write_whole(root / _DESCRIPTION, f"{text}\n{sha256(text.encode()).hexdigest()}")
+    write_sealed(root / _DESCRIPTION, text)
 
 
 def _described(root: Path) -> dict[str, Any]:
     """What has been written; an error where it is damaged."""
     file = root / _DESCRIPTION
     try:
-        text, _, seal = file.read_text().rpartition("\n")
-        if sha256(text.encode()).hexdigest() != seal:
-            raise ValueError("its checksum differs")
-        return json.loads(text)
+        return json.loads(read_sealed(file))
     except (OSError, ValueError) as error:
         raise damaged(file, f"cannot be read ({type(error).__name__}: {error})") from error
 

@@ -147,7 +147,7 @@ class Saves:
         return None
 
     def _restore(self, step: int, like: Sequence[jax.Array]) -> SavedState:
-        return self.checked(*self.read(step, like))
+        return checked(*self.read(step, like))
 
     def read(self, step: int, like: Sequence[jax.Array]) -> tuple[SavedState, list[str]]:
         """The state of one save, with the types and shardings of these arrays, and its checksums."""
@@ -163,12 +163,6 @@ class Saves:
             raise ValueError("what is on disk is not what was saved (the checksum of its numbers differs)")
         arrays = [found.state[f"{i:05d}"] if x.size else jnp.copy(x) for i, x in enumerate(like)]
         return SavedState(step, facts["goes_on"], arrays), facts["checksums"]
-
-    def checked(self, state: SavedState, sums: list[str]) -> SavedState:
-        """A state that has these checksums."""
-        if checksums(state.arrays) != sums:
-            raise ValueError("what is on disk is not what was saved (its checksum differs)")
-        return state
 
     def steps(self) -> list[int]:
         """Those of which there is a save."""
@@ -190,6 +184,13 @@ class Saves:
 def _written(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """The arrays that Orbax writes, by name: it takes none without elements."""
     return {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
+
+
+def checked(state: SavedState, sums: list[str]) -> SavedState:
+    """Return the state; ValueError if it has not these checksums."""
+    if checksums(state.arrays) != sums:
+        raise ValueError("what is on disk is not what was saved (its checksum differs)")
+    return state
 
 
 _SEED = 0x9E3779B1  # the golden ratio: a number without a pattern

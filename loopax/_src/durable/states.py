@@ -13,7 +13,7 @@ from jax import Array
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.options import DamagedSaveWarning
-from loopax._src.durable.saves import SavedState, Saves, checksums
+from loopax._src.durable.saves import SavedState, Saves, checked, checksums
 from loopax._src.schedule import binomial
 
 
@@ -168,7 +168,7 @@ class States:
         assert self._read is not None
         (_, future), self._read = self._read, None
         try:
-            arrays = self.saves.checked(*self.transfers.wait(future)).arrays
+            arrays = checked(*self.transfers.wait(future)).arrays
         except Exception as error:  # noqa: BLE001, a damaged file makes errors of all kinds
             warnings.warn(
                 f"{self.saves.where}: the state before chunk {chunk} in {self.saves.directory} is damaged and has been "
