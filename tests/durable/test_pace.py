@@ -93,6 +93,8 @@ class Simulation:
         orbax = SimpleNamespace(
             CheckpointManagerOptions=nothing,
             CheckpointManager=lambda *_, **__: self,
+            PyTreeCheckpointHandler=nothing,
+            JsonCheckpointHandler=nothing,
             args=SimpleNamespace(Composite=nothing, JsonSave=nothing),
         )
         with pytest.MonkeyPatch.context() as patch:
