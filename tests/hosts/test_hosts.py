@@ -55,6 +55,14 @@ def test_processes_take_what_the_folder_of_the_first_one_has(tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_divide_a_gradient_by_what_the_first_one_measures(tmp_path):
+    """Each chooses for itself otherwise, and they wait for each other for good."""
+    with Processes("tests.hosts.programs:gradient_of_unlike_clocks", 2, args=[tmp_path]) as processes:
+        ours, theirs = processes.found()
+    assert ours["['value']"] == theirs["['value']"]
+
+
+@pytest.mark.slow
 def test_the_gradient_of_a_long_run_of_several_processes_that_are_killed(tmp_path):
     """Two processes of two devices: one is killed on the way back. The gradient is that of one process."""
     program, marks = "tests.hosts.programs:gradient_of_all_devices", tmp_path / "marks"

@@ -19,7 +19,7 @@ from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import CHUNK_BYTES
 from loopax._src.durable.gradient_chunk import Programs, device_bytes, functions_of, recorded_bytes
 from loopax._src.durable.gradient_problem import NAME, Given, Problem
-from loopax._src.durable.options import all_agree, on_first, read_sealed, write_sealed
+from loopax._src.durable.options import all_agree, of_first, on_first, read_sealed, write_sealed
 from loopax._src.durable.pace import CHUNK_SECONDS, SavePace
 from loopax._src.durable.row_source import RowSource
 from loopax._src.durable.saves import SavedState, Saves
@@ -150,7 +150,7 @@ def _step_seconds(problem: Problem, given: Given, rows: RowSource, most: int) ->
         jax.block_until_ready(forward(given))
         begun = time.monotonic()
         taken = int(jax.block_until_ready(forward(given))[1])
-        seconds = time.monotonic() - begun
+        seconds = of_first(time.monotonic() - begun)
         if seconds >= _PROBE_SECONDS or some == most or taken < some:
             return max(seconds, 1e-6) / max(taken, 1)
         some = min(2 * some, most)
@@ -174,7 +174,7 @@ def _transfer_seconds(root: Path, state: list[Array]) -> tuple[float, float]:
             saves.finish()
             written = time.monotonic()
             saves.read(i, state)
-            found = written - begun, time.monotonic() - written
+            found = of_first(written - begun), of_first(time.monotonic() - written)
     on_first(lambda: shutil.rmtree(place))
     return found
 

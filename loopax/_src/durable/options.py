@@ -50,6 +50,12 @@ def all_agree(flag: bool) -> bool:
     return bool(agreed(0, int(flag))[1])
 
 
+def of_first(seconds: float) -> float:
+    """What the first process has measured, to single precision: what all of them choose by must be the same."""
+    bits = int(np.array([seconds], np.float32).view(np.int32)[0])
+    return float(np.array(agreed(0, bits)[1:], np.int32).view(np.float32)[0])
+
+
 def on_first(action: Callable[[], Any]) -> None:
     """Do something in the first process while the others wait; an error there is one in all of them."""
     error = None
