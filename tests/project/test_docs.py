@@ -1,7 +1,6 @@
 """The code of the README and of the pages runs as written, and prints or raises what they show."""
 
 import ast
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -16,15 +15,9 @@ import pytest
 import loopax
 import loopax.schedule
 from tests.support.example_files import precision_of_a_user
-from tests.support.pages import PAGES, ROOT, Block, blocks
-
-# Pages show what the locked version of JAX gives. Another one may differentiate `tanh` by other equations, with
-# residuals of other sizes: there, only the words of a program's output are compared.
-ON_LOCKED_JAX = f"jax=={jax.__version__}\n" in (ROOT / "requirements.lock").read_text()
+from tests.support.pages import PAGES, ROOT, WITH, Block, blocks, python, run
 
 ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of their own
-
-PACKAGES = {"PyTorch": "torch", "BlackJAX": "blackjax"}  # by the titles of blocks that need them
 
 # Pages whose programs take long to compile, run by `make test-slow` and `make docs`.
 LONG = {
@@ -42,15 +35,8 @@ LONG = {
 }
 
 
-def python(page: Path) -> list[Block]:
-    """What runs: all blocks of Python, but those of other packages where these are not installed."""
-    found = [block for block in blocks(page) if block.language == "python"]
-    missing = {title for title, module in PACKAGES.items() if importlib.util.find_spec(module) is None}
-    return [block for block in found if block.title not in missing]
-
-
 def with_programs() -> list[Any]:
-    pages = [page for page in PAGES if python(page) and page != ERRORS]
+    pages = [page for page in PAGES if python(page) and page != ERRORS and page.parent != WITH]
     assert {page.name for page in pages} >= LONG
     return [pytest.param(page, marks=pytest.mark.slow) if page.name in LONG else page for page in pages]
 
@@ -58,22 +44,8 @@ def with_programs() -> list[Any]:
 @pytest.mark.parametrize("page", with_programs(), ids=lambda p: p.name)
 def test_page(page):
     """One after another, as somebody types them."""
-    names = {"__name__": page.stem}
     with precision_of_a_user():
-        for block in python(page):
-            printed = block.run(page, names)
-            if block.output is not None:
-                assert tokens(printed) == tokens(block.output), f"{page.name}, line {block.line}"
-
-
-def tokens(text: str) -> list:
-    """Words, and numbers to what is the same on all machines."""
-    words = re.findall(r"[-+]?\d+\.\d*(?:e[-+]?\d+)?|\w+|[^\w\s]", text)
-    return [token(word) for word in words if ON_LOCKED_JAX or not re.match(r"[-+]?\d|[KMG]?i?B$", word)]
-
-
-def token(word: str):
-    return pytest.approx(float(word), rel=1e-3, abs=1e-6) if re.fullmatch(r"[-+]?\d+\..*", word) else word
+        run(page)
 
 
 def functions(page: Path, *chosen: str) -> dict[str, Any]:
