@@ -21,6 +21,9 @@ from loopax._src.jax_internals.types import after
 is_sum = one_of("add", "add_any")  # `add_any` adds cotangents
 is_addition = one_of("add")
 is_less_than = one_of("lt")
+is_and = one_of("and")
+is_or = one_of("or")
+is_not = one_of("not")
 is_select = one_of("select_n")
 is_cast = one_of("convert_element_type")
 is_product = one_of("dot_general")
@@ -38,6 +41,26 @@ def is_identity(eqn: Any) -> bool:
     if is_cast(eqn):
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     return _is_identity(eqn)
+
+
+# The one operand, as the result: a bool, or what Equinox marks as the same for all lanes.
+_hands_on = one_of("convert_element_type", "nonbatchable")
+
+
+def hands_on(eqn: Any) -> bool:
+    """Whether the result is the operand, which is a bool."""
+    return _hands_on(eqn) and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype == bool
+
+
+def order_of(eqn: Any, holds: bool) -> tuple[Any, Any, bool] | None:
+    """The smaller and the larger operand where this comparison holds, or where it does not; whether they may be equal.
+
+    None: it is no comparison.
+    """
+    if eqn.primitive.name not in ("lt", "le", "gt", "ge"):
+        return None
+    a, b = eqn.invars if (eqn.primitive.name in ("lt", "le")) == holds else eqn.invars[::-1]
+    return a, b, (eqn.primitive.name in ("le", "ge")) == holds
 
 
 def only_shows(primitive: Primitive) -> bool:

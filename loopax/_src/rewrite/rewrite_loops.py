@@ -12,15 +12,17 @@ from loopax._src import jax_internals as jaxi
 from loopax._src.branches import cond, switch
 from loopax._src.core.finite import Finite
 from loopax._src.core.ir.lanes import Free, Lanes, LanesLike, Lockstep
-from loopax._src.core.jaxpr.util import bind_again, evaluate, forwarded_from, split_list
+from loopax._src.core.ir.plan import DEFAULT_SLOTS
+from loopax._src.core.jaxpr.util import bind_again, evaluate, split_list
 from loopax._src.core.masking import pick
 from loopax._src.frontend import options as arguments
 from loopax._src.frontend.trace_program import trace_program
 from loopax._src.insight.explain import LoopExplanation, explanation_of
-from loopax._src.jax_internals import ClosedJaxpr, Literal, dce, inner_jaxprs, jaxpr_as_fun, map_programs
+from loopax._src.jax_internals import ClosedJaxpr, dce, inner_jaxprs, jaxpr_as_fun, map_programs
 from loopax._src.kinds import Kind, KindLike, to_kind
 from loopax._src.loops import fori_loop, scan, while_loop
 from loopax._src.pytrees.static import Why, static_bool
+from loopax._src.rewrite.counters import fori_counter, most_steps
 
 # Evaluate a jaxpr with its `jax.lax` loops (and branches) exchanged for those of loopax, wherever they stand in it.
 
@@ -109,7 +111,7 @@ class Exchange:
         def goes_on(carry: Sequence[Any]) -> Any:
             return self._inside.evaluate(loop.cond, [*cond_consts, *carry])[0]
 
-        counter = _counter(loop)
+        counter = fori_counter(loop)
         if counter is not None:
             # A `fori_loop`; the index ends at the upper limit, or where it started beyond it.
             index, upper = counter
@@ -128,6 +130,9 @@ class Exchange:
 
             rest = fori_loop(lower_value, upper_value, counted, others(init), **options)
             return joined(jnp.maximum(lower_value, upper_value), rest)
+        found = most_steps(loop, init)
+        if found is not None and found <= (DEFAULT_SLOTS if self.max_steps is None else self.max_steps):
+            options |= {"max_steps": found, "throw": self.finite is not None}  # it takes no more
         run = partial(while_loop, **options)
         if not loop.cond.out_avals[0].shape:
             return run(goes_on, step, init)
@@ -139,32 +144,6 @@ class Exchange:
             return goes_on(new), new
 
         return run(lambda state: jnp.any(state[0]), of_lanes, (goes_on(init), init))[1]
-
-
-def _counter(loop: jaxi.LaxLoop) -> tuple[int, int] | None:
-    """Where the carry of a `fori_loop` has its index and its upper limit; None: it is another loop.
-
-    JAX makes a `while_loop` of it whose condition is `index < upper`. Known as what it is, its number of steps is
-    known at the start. Lanes of a `jax.vmap` inside the function have no one number.
-    """
-    cond, body = loop.cond, loop.body
-    if cond.out_avals[0].shape or len(cond.eqns) != 1 or not jaxi.is_less_than(cond.eqns[0]):
-        return None
-    (eqn,), carry = cond.eqns, cond.invars[loop.num_cond_consts :]
-    index, upper = (next((i for i, var in enumerate(carry) if var is atom), None) for atom in eqn.invars)
-    if index is None or upper is None or cond.outvars[0] is not eqn.outvars[0]:
-        return None
-    inputs, outputs = body.invars[loop.num_consts :], body.outvars
-    if forwarded_from(body, outputs[upper]) is not inputs[upper]:
-        return None
-    # The equation that makes the next index must add one to the last.
-    old = inputs[index]
-    for eqn in body.eqns:
-        if any(out is outputs[index] for out in eqn.outvars):
-            is_integer = jnp.issubdtype(old.aval.dtype, jnp.integer)
-            one = isinstance(eqn.invars[-1], Literal) and eqn.invars[-1].val == 1
-            return (index, upper) if jaxi.is_addition(eqn) and is_integer and eqn.invars[0] is old and one else None
-    return None
 
 
 _SCANS = Why("which loops the program exchanges", "give scans=True in all calls: values do not depend on it")
@@ -203,7 +182,8 @@ def rewrite_loops(
         such a loop is said by `kind`, and not by a `jax.checkpoint` in it.
     max_steps
         A static bound on the steps of every loop whose length is not static. A loop that would take more steps raises
-        at run time. None: no bound.
+        at run time. None: no bound. A loop that only counts to a known number has this number as its bound if it is
+        at most `max_steps`, or 64 without one.
     scans
         Whether `jax.lax.scan`, and `fori_loop` with static limits, are replaced as well. Without replacement, these
         loops have all derivatives, but no `kind`. The default is False.
