@@ -22,7 +22,7 @@ WITH = ROOT / "docs" / "with"  # pages about other libraries, whose programs `ma
 # residuals of other sizes: there, only the words of a program's output are compared.
 ON_LOCKED_JAX = f"jax=={jax.__version__}\n" in (ROOT / "requirements.lock").read_text()
 
-PACKAGES = {"PyTorch": "torch", "BlackJAX": "blackjax"}  # by the titles of blocks that need them
+PACKAGES = {"PyTorch": "torch"}  # by the titles of blocks that need them
 
 FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^(?P=indent)```\n',
