@@ -78,13 +78,14 @@ bench: $(VENV)/.installed
 # The site, built strictly and checked, then all code that it shows (two minutes). Its pictures are committed: drawing
 # them runs the examples, which takes several minutes, and is a command of its own.
 docs: $(VENV)/.installed
-	$(BIN)/zensical build --clean --strict
-	$(BIN)/python docs/check.py
+	export LOOPAX_REPOSITORY="$$($(BIN)/python .ci/repository.py)" && $(BIN)/zensical build --clean --strict && \
+		PYTHONPATH=. $(BIN)/python docs/check.py
 	$(BIN)/python $(PYTEST) tests/project/test_docs.py
 
-# The map of the code in docs/how-it-works.md, from the imports.
+# The map of the code in docs/how-it-works.md, from the imports; the list of names in docs/api/index.md, from docstrings.
 map: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python docs/house_map.py
+	PYTHONPATH=. $(BIN)/python docs/api_overview.py
 
 pictures: map
 	$(BIN)/python docs/pictures.py

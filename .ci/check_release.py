@@ -17,6 +17,7 @@ def problems(tag: str) -> Iterator[str]:
     for path, line in {
         "loopax/_version.py": rf'^__version__ = "{number}"$',
         "CITATION.cff": rf"^version: {number}$",
+        "mkdocs.yml": rf"^  release: {number} ",
         "CHANGELOG.md": rf"^## {number} \(\d{{4}}-\d{{2}}-\d{{2}}\)$",
     }.items():
         if not re.search(line, (ROOT / path).read_text(), re.MULTILINE):

@@ -263,7 +263,7 @@ def small_bodies(groups: dict[str, Record]) -> Figure | None:
         axes.set(xscale="log", xlabel="ns a step", xlim=(10 ** floor(log10(min(times))), None))
         plain_logarithms(axes.xaxis)
         axes.set_title(short(record["title"]))
-        axes.tick_params(axis="y", labelsize=8)
+        axes.tick_params(axis="y", labelsize=8.5)
         axes.grid(axis="x", which="major", alpha=0.3)
 
     return panels(called(groups, "Small bodies: "), draw_one, height=3.4)

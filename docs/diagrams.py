@@ -6,7 +6,7 @@ from docs.figures import rules
 
 CLASSES = """
 .name{font-weight:bold}
-.small{font-size:11px}
+.small{font-size:11.5px}
 .on-blue{fill:var(--paper)}
 .box{fill:none;stroke:var(--blue)}
 .body{fill:var(--blue);fill-opacity:.12;stroke:var(--blue)}

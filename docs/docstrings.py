@@ -32,9 +32,11 @@ class Docstrings(griffe.Extension):
 
 
 def linked(text: str) -> str:
-    """`docs/kinds.md` becomes a link to that page, by its title."""
+    """`docs/kinds.md` becomes a link from the folder `api` to that page, by its title."""
     return re.sub(
-        r"docs/([\w-]+)\.md", lambda found: f"[{title(found[1])}]({found[1]}.md)", text
+        r"docs/([\w-]+)\.md",
+        lambda found: f"[{title(found[1])}](../{found[1]}.md)",
+        text,
     )
 
 

@@ -2,7 +2,8 @@
 
 A figure is drawn with the colours that matplotlib has by default. In the SVG they become
 variables of CSS, with one value for light pages and one for dark ones. A figure of 5 inches
-is 480 CSS pixels wide. On a phone it has 358, so text of less than 8 points is too small.
+is 480 CSS pixels wide. On a phone it has 390, so text of 8.5 points is 9 pixels high there:
+smaller text is too small.
 """
 
 import re

@@ -81,12 +81,12 @@ def draw(measured: Sequence[Measurement]) -> Any:
 def _bars(axes: Any, libraries: Sequence[str], values: Sequence[float], in_words: Callable[[float], str]) -> None:
     colours = ["C0" if library.startswith("loopax") else "darkgray" for library in libraries]
     bars = axes.barh(libraries, values, color=colours)
-    axes.bar_label(bars, [in_words(value) for value in values], padding=3, fontsize="small")
+    axes.bar_label(bars, [in_words(value) for value in values], padding=3, fontsize=8.5)
     axes.set_xlim(0, 1.5 * max(values, default=0.0) or 1.0)
     axes.set_xticks([])
     axes.invert_yaxis()
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.tick_params(labelsize="small")
+    axes.tick_params(labelsize=8.5)
 
 
 def _memory(mib: float) -> str:

@@ -18,7 +18,7 @@ from loopax._src.jax_internals import api_boundary, keep_bits, on_device, zero, 
 from loopax._src.pytrees.leaves import describe, with_arrays
 from loopax._src.pytrees.static import Why, positive_int
 
-# From so many bytes on, rows are written in place, around a ring, instead of shifted by one (docs/benchmark.md).
+# From so many bytes on, rows are written in place, around a ring, not shifted by one (docs/benchmark-details.md).
 RING_BYTES = 32 * 1024
 _SIZE = Why(
     "the shape of the window", "give the most rows that are looked back at, and look back by the number: `history[-n]`"

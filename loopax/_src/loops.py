@@ -196,11 +196,11 @@ def fori_loop(
     body_fun: Callable[..., Any],
     init_val: PyTree[Any],
     *,
-    unroll: int | bool | None = None,
     max_steps: int | None = None,
     kind: KindLike = "auto",
     derivative: DerivativeLike = None,
     lanes: LanesLike = "lockstep",
+    unroll: int | bool | None = None,
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -227,16 +227,18 @@ def fori_loop(
         the body is called as `body_fun(i, val, key=...)`.
     init_val
         The first carry: any pytree, as in `while_loop`.
-    unroll
-        Steps per iteration of the compiled loop. None: 1. Remaining steps are taken one by one. True or 0 unrolls the
-        whole loop, which needs static limits.
     max_steps
         A static bound on the number of steps. None: no bound but static limits. If a limit is traced, reverse mode can
         be faster with a bound.
-    kind, derivative, lanes, throw, info, progress, finite
+    kind, derivative, lanes
         As in `while_loop`.
+    unroll
+        Steps per iteration of the compiled loop. None: 1. Remaining steps are taken one by one. True or 0 unrolls the
+        whole loop, which needs static limits.
     key
         A PRNG key. The step with index i gets the key `jax.random.fold_in(key, i)`. None: the body gets no key.
+    throw, info, progress, finite
+        As in `while_loop`.
 
     Returns
     -------
@@ -312,11 +314,11 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
-    stop: Callable[[Any, Any], Any] | None = None,
     max_steps: int | None = None,
     kind: KindLike = "auto",
     derivative: DerivativeLike = None,
     lanes: LanesLike = "lockstep",
+    stop: Callable[[Any, Any], Any] | None = None,
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -352,16 +354,18 @@ def scan(
     unroll
         Steps per iteration of the compiled loop, as in `fori_loop`. The default 1 is the only value allowed with
         `stop`.
-    stop
-        An early exit: `stop(carry, y)` returns one bool. True ends the scan after this step; the carry and the row of
-        this step are kept. None: no early exit.
     max_steps
         A static bound on the number of steps. The bound also sets the number of rows of `ys` if `xs` has no arrays and
         `length` is not static.
-    kind, derivative, lanes, throw, info, progress, finite
+    kind, derivative, lanes
         As in `while_loop`.
+    stop
+        An early exit: `stop(carry, y)` returns one bool. True ends the scan after this step; the carry and the row of
+        this step are kept. None: no early exit.
     key
         A PRNG key. Row i gets the key `jax.random.fold_in(key, i)`, also if `reverse` is True. None: `f` gets no key.
+    throw, info, progress, finite
+        As in `while_loop`.
 
     Returns
     -------

@@ -58,15 +58,15 @@ def rollout(
     state: PyTree[Any],
     length: int | Int[Array, ""] | None = None,
     *,
+    max_steps: int | None = None,
+    kind: KindLike = "auto",
+    derivative: DerivativeLike = None,
+    lanes: LanesLike = "lockstep",
     inputs: PyTree[Any] = None,
     history: History | None = None,
     stop: Callable[[Any, Any], Any] | None = None,
     save_every: int = 1,
     unroll: int | bool = 1,
-    max_steps: int | None = None,
-    kind: KindLike = "auto",
-    derivative: DerivativeLike = None,
-    lanes: LanesLike = "lockstep",
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -96,6 +96,9 @@ def rollout(
     length
         The number of steps, static or traced. A traced length may differ between lanes under `jax.vmap`. None: one step
         for each row of `inputs`, or until `stop`.
+    max_steps, kind, derivative, lanes
+        As in `loopax.scan`. A function inside a `kind`, such as an inverse, gets a state where the function of a scan
+        gets a carry.
     inputs
         The inputs: a pytree of arrays `(rows, ...)` with the same number of rows, at least `length`. None: the step
         gets no input.
@@ -108,9 +111,8 @@ def rollout(
     save_every
         Save only the outputs of the steps m, 2m, ..., with m = `save_every` and steps counted from 1. The default 1
         saves every output.
-    unroll, max_steps, kind, derivative, lanes, key, throw, info, progress, finite
-        As in `loopax.scan`. A function inside a `kind`, such as an inverse, gets a state where the function of a scan
-        gets a carry.
+    unroll, key, throw, info, progress, finite
+        As in `loopax.scan`.
 
     Returns
     -------

@@ -14,7 +14,7 @@ DEFAULT_MEMORY = 256 * 2**20  # bytes
 
 
 class Costs(NamedTuple):
-    """In nanoseconds: of a CPU, for which they were fitted (docs/benchmark.md)."""
+    """In nanoseconds: of a CPU, for which they were fitted (docs/benchmark-details.md)."""
 
     near_byte: float = 0.025  # stored and read again, if all that is stored fits in the cache of a core
     cached_byte: float = 0.17  # if it fits in a cache

@@ -148,7 +148,7 @@ def test_a_choice_without_an_effect_is_said(lanes, waits):
     """By the report, and by `explain`."""
     body = lambda x: jnp.sin(x) * x / 2
     loop = lambda x: lx.while_loop(lambda x: x[0] > 1.0, body, x, lanes="compact")
-    explained = str(lx.explain(lambda xs: jax.vmap(loop)(xs).sum(), jnp.ones((lanes, 100))))
+    explained = " ".join(str(lx.explain(lambda xs: jax.vmap(loop)(xs).sum(), jnp.ones((lanes, 100)))).split())
     assert (f"Compact(), {lanes} lanes until the slowest is done" in explained) == waits
     stages = str(lx.lane_report(np.arange(lanes))).split("not known")[1].splitlines()[0]
     assert ("as in lockstep" in stages) == waits

@@ -62,12 +62,23 @@ def test_a_release_is_refused_that_is_not_ready() -> None:
     ours = subprocess.run([*check, f"v{loopax.__version__}"], capture_output=True, text=True, check=False)
     others = subprocess.run([*check, "v99.0.0"], capture_output=True, text=True, check=False)
     missing = {line.split(":")[0] for line in others.stderr.splitlines()} - {"pyproject.toml"}
-    assert missing == {"loopax/_version.py", "CITATION.cff", "CHANGELOG.md"}
+    assert missing == {"loopax/_version.py", "CITATION.cff", "mkdocs.yml", "CHANGELOG.md"}
     assert {line.split(":")[0] for line in ours.stderr.splitlines()} <= {"pyproject.toml"}
 
 
 def test_the_citation_is_of_this_version() -> None:
     assert re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE) == [loopax.__version__]
+
+
+def test_the_site_is_of_this_version() -> None:
+    """docs/check.py looks for it in each page."""
+    assert re.findall(r"^  release: (\S+) ", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE) == [loopax.__version__]
+
+
+def test_the_site_has_no_link_to_a_repository_that_is_not_known() -> None:
+    command = [sys.executable, str(ROOT / ".ci" / "repository.py")]
+    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert known == ("" if "OWNER" in ADDRESSES["repository"] else ADDRESSES["repository"])
 
 
 def test_pre_commit_has_the_locked_ruff() -> None:

@@ -96,16 +96,16 @@ loopax:
   configure(*, memory=, calibration=)
   durable
   explain(fn, *args, argnums=)
-  fori_loop(lower, upper, body_fun, init_val, *, unroll=, max_steps=, kind=, derivative=, lanes=, key=, throw=, info=,
+  fori_loop(lower, upper, body_fun, init_val, *, max_steps=, kind=, derivative=, lanes=, unroll=, key=, throw=, info=,
       progress=, finite=)
   lane_report(info, inner=, *, lanes=, blocks=)
   lanes_map(f, xs, *, num_lanes=)
   lanes_stream(f, items, *, num_lanes=, ordered=, chunk_steps=, prefetch=, throw=, info=, resume=, progress=)
   local(module)
-  rewrite_loops(fn, *, kind=, max_steps=, lanes=, scans=, conds=, finite=)
-  rollout(step, state, length=, *, inputs=, history=, stop=, save_every=, unroll=, max_steps=, kind=, derivative=,
-      lanes=, key=, throw=, info=, progress=, finite=)
-  scan(f, init, xs=, length=, reverse=, unroll=, *, stop=, max_steps=, kind=, derivative=, lanes=, key=, throw=,
+  rewrite_loops(fn, *, max_steps=, kind=, lanes=, scans=, conds=, finite=)
+  rollout(step, state, length=, *, max_steps=, kind=, derivative=, lanes=, inputs=, history=, stop=, save_every=,
+      unroll=, key=, throw=, info=, progress=, finite=)
+  scan(f, init, xs=, length=, reverse=, unroll=, *, max_steps=, kind=, derivative=, lanes=, stop=, key=, throw=,
       info=, progress=, finite=)
   sharded_lanes(f, mesh, axis, *, in_axes=, out_axes=)
   stochtrace
@@ -159,17 +159,17 @@ loopax.durable:
     nbytes
   SaveError(...)
   StreamOutputs(items, failed, results)
-  fori_loop(lower, upper, body_fun, init_val, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, unroll=,
-      max_steps=, key=, throw=, info=, progress=, finite=)
+  fori_loop(lower, upper, body_fun, init_val, *, directory, max_steps=, checkpoint_every=, keep=, resume=,
+      chunk_steps=, unroll=, key=, throw=, info=, progress=, finite=)
   lanes_stream(f, items, *, directory, num_lanes=, checkpoint_every=, keep=, resume=, chunk_steps=, prefetch=, throw=,
       progress=)
   outputs(directory)
-  scan(f, init, xs=, length=, reverse=, unroll=, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, stop=,
-      max_steps=, key=, throw=, info=, progress=, finite=)
+  scan(f, init, xs=, length=, reverse=, unroll=, *, directory, max_steps=, checkpoint_every=, keep=, resume=,
+      chunk_steps=, stop=, key=, throw=, info=, progress=, finite=)
   steps_saved(directory)
-  value_and_grad(loss, f, *, directory, loop=, length=, cond_fun=, disk=, memory=, kind=, cotangents=, argnums=,
+  value_and_grad(loss, f, *, directory, kind=, loop=, length=, cond_fun=, disk=, memory=, cotangents=, argnums=,
       checkpoint_every=, resume=, chunk_steps=, progress=, info=)
-  while_loop(cond_fun, body_fun, init_val, *, directory, checkpoint_every=, keep=, resume=, chunk_steps=, max_steps=,
+  while_loop(cond_fun, body_fun, init_val, *, directory, max_steps=, checkpoint_every=, keep=, resume=, chunk_steps=,
       key=, throw=, info=, progress=, finite=)
 loopax.stochtrace:
   Estimator(probes=)

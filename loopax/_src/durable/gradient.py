@@ -178,12 +178,12 @@ def value_and_grad(
     f: Callable[..., Any],
     *,
     directory: str | os.PathLike[str],
+    kind: KindLike = "auto",
     loop: Literal["scan", "fori_loop", "while_loop"] = "scan",
     length: int | None = None,
     cond_fun: Callable[[Any, Any], Any] | None = None,
     disk: int | None = None,
     memory: int | None = None,
-    kind: KindLike = "auto",
     cotangents: PyTree[Any] = None,
     argnums: int | Sequence[int] = (0, 1, 2),
     checkpoint_every: int | float | timedelta = 60.0,
@@ -214,6 +214,9 @@ def value_and_grad(
         arrays as parameters, or in `xs`, rather than closing over them.
     directory
         The directory of this run, and of no other run. loopax creates a directory that does not exist.
+    kind
+        What is stored within a chunk, as in `loopax.scan`. `"auto"`: residuals of each step in chunks that fit in
+        `memory`; where these would be shorter than 20 milliseconds, checkpoints.
     loop
         Which loop `f` is the body of.
     length
@@ -228,9 +231,6 @@ def value_and_grad(
         The bytes of memory for what a chunk stores while it is differentiated, and for states that are not on disk.
         None: those of `loopax.configure`, which are 256 MiB if nothing is said, or those of eight states if these are
         more. Parameters, the first and the current state, gradients and rows of a chunk come on top.
-    kind
-        What is stored within a chunk, as in `loopax.scan`. `"auto"`: residuals of each step in chunks that fit in
-        `memory`; where these would be shorter than 20 milliseconds, checkpoints.
     cotangents
         Rows of a pytree like that of the outputs of a scan, one for each output. Then `sum_of_ys` is one number: the
         sum of the products of cotangents and outputs.

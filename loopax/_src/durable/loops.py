@@ -53,11 +53,11 @@ def while_loop(
     init_val: PyTree[Any],
     *,
     directory: str | os.PathLike[str],
+    max_steps: int | None = None,
     checkpoint_every: int | float | timedelta = 60.0,
     keep: int = 2,
     resume: str = "auto",
     chunk_steps: int | None = None,
-    max_steps: int | None = None,
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -74,11 +74,13 @@ def while_loop(
 
     Parameters
     ----------
-    cond_fun, body_fun, init_val, key, throw, info, finite
+    cond_fun, body_fun, init_val
         As in `loopax.while_loop`. All arrays in the carry are saved, also those in Equinox modules and NNX objects.
         Other leaves are part of the program.
     directory
         The directory for the saves of this run, and of no other run. loopax creates a directory that does not exist.
+    max_steps
+        A static bound on the number of steps, up to 2**63 - 1. A resumed run may have a larger bound. None: no bound.
     checkpoint_every
         The most work that may be lost if the process is killed: steps (an int) or seconds of running (a float, or a
         `timedelta`). The default is 60.0 seconds. A save begins somewhat earlier, so that it is complete in time. A
@@ -97,8 +99,8 @@ def while_loop(
     chunk_steps
         The steps in one compiled chunk. None: as many as take about 0.2 seconds. An interrupt waits for the end of a
         chunk. Results do not depend on it.
-    max_steps
-        A static bound on the number of steps, up to 2**63 - 1. A resumed run may have a larger bound. None: no bound.
+    key, throw, info, finite
+        As in `loopax.while_loop`.
     progress
         Whether to show progress, as in `loopax.while_loop`. There is one bar for all chunks.
 
@@ -187,12 +189,12 @@ def fori_loop(
     init_val: PyTree[Any],
     *,
     directory: str | os.PathLike[str],
+    max_steps: int | None = None,
     checkpoint_every: int | float | timedelta = 60.0,
     keep: int = 2,
     resume: str = "auto",
     chunk_steps: int | None = None,
     unroll: int | bool | None = None,
-    max_steps: int | None = None,
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,
@@ -210,10 +212,10 @@ def fori_loop(
         A resumed run may have a larger `upper` than before, and continues up to it.
     body_fun, init_val, max_steps, key, throw, info, finite
         As in `loopax.fori_loop`.
-    unroll
-        Steps per iteration of the compiled loop. Chunks consist of whole iterations. None: 1.
     directory, checkpoint_every, keep, resume, chunk_steps, progress
         As in `durable.while_loop`.
+    unroll
+        Steps per iteration of the compiled loop. Chunks consist of whole iterations. None: 1.
 
     Returns
     -------
@@ -291,12 +293,12 @@ def scan(
     unroll: int | bool = 1,
     *,
     directory: str | os.PathLike[str],
+    max_steps: int | None = None,
     checkpoint_every: int | float | timedelta = 60.0,
     keep: int = 2,
     resume: str = "auto",
     chunk_steps: int | None = None,
     stop: Callable[[Any, Any], Any] | None = None,
-    max_steps: int | None = None,
     key: Array | None = None,
     throw: bool = True,
     info: bool = False,

@@ -147,7 +147,7 @@ def _nested(loops: Sequence[LoopExplanation], depth: int = 0) -> Iterator[tuple[
 
 MOST_NAMES = 6  # of what is differentiated, in the first line
 MOST_CONSTANTS = 8  # shown one by one
-WIDTH = 88  # of a text
+WIDTH = 60  # of a text: what a page shows on a phone
 INDENT = 4  # of a loop in another
 
 

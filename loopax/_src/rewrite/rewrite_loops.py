@@ -154,8 +154,8 @@ _CONDS = Why("which branches the program exchanges", "give conds=True in all cal
 def rewrite_loops(
     fn: Callable[..., Any],
     *,
-    kind: KindLike | Callable[[LoopExplanation], KindLike] = "auto",
     max_steps: int | None = None,
+    kind: KindLike | Callable[[LoopExplanation], KindLike] = "auto",
     lanes: LanesLike = "lockstep",
     scans: bool = False,
     conds: bool = False,
@@ -173,6 +173,10 @@ def rewrite_loops(
     fn
         Any function that JAX can trace. Arrays in its arguments are traced; other values (Python numbers, strings,
         functions) keep their Python values.
+    max_steps
+        A static bound on the steps of every loop whose length is not static. A loop that would take more steps raises
+        at run time. None: no bound. A loop that only counts to a known number has this number as its bound if it is
+        at most `max_steps`, or 64 without one.
     kind
         What gradients store, for all loops, as in `while_loop`. Or a function that returns the kind of each loop: it
         gets a `LoopExplanation` with the loop's name, source line and arrays.
@@ -180,10 +184,6 @@ def rewrite_loops(
         How batches run, for all loops, as in `while_loop`. With `Free()`, one loop is made of each outermost loop and
         those in it; a `jax.lax.scan`, `cond` or `switch` that holds a loop is then replaced as well. What is stored of
         such a loop is said by `kind`, and not by a `jax.checkpoint` in it.
-    max_steps
-        A static bound on the steps of every loop whose length is not static. A loop that would take more steps raises
-        at run time. None: no bound. A loop that only counts to a known number has this number as its bound if it is
-        at most `max_steps`, or 64 without one.
     scans
         Whether `jax.lax.scan`, and `fori_loop` with static limits, are replaced as well. Without replacement, these
         loops have all derivatives, but no `kind`. The default is False.

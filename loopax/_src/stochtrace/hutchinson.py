@@ -22,7 +22,7 @@ LEAST_EQUAL_SAMPLES = 11
 @api_boundary
 @dataclass(frozen=True)
 class Hutchinson(Estimator):
-    """TraceEstimate the trace by the mean of w^H A w over random probes w (Girard 1989, Hutchinson 1990).
+    """Estimate the trace by the mean of w^H A w over random probes w (Girard 1989, Hutchinson 1990).
 
     A sample takes one product. The error falls with the square root of the number of products.
 

@@ -12,7 +12,7 @@ from loopax._src.pytrees.leaves import describe
 from loopax._src.pytrees.static import Why, code_of_call, no_choice, positive_int, refuse_arrays, refuse_tracers
 from loopax._src.settings import calibration
 
-# Lanes that keep a device busy: those of a CPU are measured (docs/benchmark.md), the other is a guess. A group walks
+# Lanes that keep a device busy: those of a CPU are measured (docs/benchmark-details.md), others guessed. A group walks
 # forward and back; a stage walks forward only, and is worth it with fewer lanes.
 CPU_LANES, CPU_STAGE, OTHER_LANES = 32, 4, 4096
 _MOST_COUNTS = 256  # that are kept
@@ -239,7 +239,7 @@ class AutoLanes(Lanes):
 
 # The smaller batches of `Compact`: stages or groups of lanes, and how large they are.
 #
-# Measured on a CPU (docs/benchmark.md): an eighth of the lanes is in the smallest groups. The others are in groups of
+# On a CPU (docs/benchmark-details.md): an eighth of the lanes is in the smallest groups. The others are in groups of
 # an eighth of the lanes, and at most so many times as large.
 PART = 8
 LARGER = 4

@@ -1,7 +1,7 @@
 """What a step roughly costs, in nanoseconds: the arithmetic of a jaxpr, times the constants of a machine.
 
 Four of five times are within a factor of two of what is measured, and most errors are the same for all alternatives: it
-is for choices between those that differ by more than 15 % (docs/benchmark.md).
+is for choices between those that differ by more than 15 % (docs/benchmark-details.md).
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from loopax._src.core.jaxpr.util import num_bytes, weakly_cached
 from loopax._src.jax_internals import ClosedJaxpr, Literal, inner_jaxprs
 from loopax._src.settings import calibration, costs
 
-# Of a batch of lanes, beside the constants of `Costs` (docs/benchmark.md).
+# Of a batch of lanes, beside the constants of `Costs` (docs/benchmark-details.md).
 VECTOR_PRODUCT = 2.0  # a product of a matrix and a vector, beside one of matrices of the same arithmetic
 CALL_OF_BATCH = 4.5  # an operation that XLA executes by itself, on an array of all lanes; in `Costs.call`
 STEP_ALONE = 0.12  # what a loop of one lane costs besides, for each of its steps, in `Costs.step`
 CHEAP_STEP = 330  # elements
 MOST_ON_ONE_CORE = 65_536  # numbers that one operation computes
-# A batch whose places are refilled (docs/benchmark.md).
+# A batch whose places are refilled (docs/benchmark-details.md).
 SHRINK_IF_CHEAP, SHRINK_OF_CALLS = 8.0, 3.0  # of stages that are not refilled
 FEWEST_PLACES, MOST_PLACES, LANES_PER_PLACE = 8, 128, 4
 OVERHEAD_IN_PLACES = 8  # of as many lanes as there are places, in times of the overhead: more places gain little
@@ -79,7 +79,7 @@ def overhead(in_function: bool, length_is_static: bool) -> float:
 
 
 class StepCost(NamedTuple):
-    """What a step of a batch costs, measured on CPUs (docs/benchmark.md): roughly `of_batch + lanes * of_lane`."""
+    """What a step of a batch costs on CPUs (docs/benchmark-details.md): roughly `of_batch + lanes * of_lane`."""
 
     of_lane: float
     of_batch: float  # however many lanes there are

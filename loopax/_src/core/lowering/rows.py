@@ -74,7 +74,7 @@ def computed_before(body: ClosedJaxpr, num_consts: int) -> ComputedBefore | None
 # now, and the inner one takes steps while the active lanes are still these.
 
 
-# Constants of all lanes together from which on this pays (measured in docs/benchmark.md); below it the additional loop
+# Constants of all lanes together from which on this pays (docs/benchmark-details.md); below it the additional loop
 # costs more than the copies.
 LARGE_CONSTANTS_BYTES = 64 * 1024
 
