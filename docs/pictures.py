@@ -141,6 +141,7 @@ EXAMPLES = (
     "mixture_of_experts",
     "text_generation",
     "nuts",
+    "spike_times",
     "bouncing_balls",
     "constrained_least_squares",
 )

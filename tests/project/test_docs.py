@@ -24,6 +24,7 @@ ERRORS = ROOT / "docs" / "errors.md"  # its programs raise, and have a test of t
 
 # Pages whose programs take long to compile, run by `make test-slow` and `make docs`.
 LONG = {
+    "events.md",
     "from-equinox.md",
     "from-pytorch.md",
     "histories.md",
