@@ -1,11 +1,8 @@
-"""Budgets of checkpoints against Equinox with as many, loops without a bound, second derivatives, and `Auto`."""
+"""Budgets of checkpoints against Equinox with as many, loops without a bound, and `Auto`."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox.internal as eqxi
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 import loopax as lx
@@ -53,32 +50,6 @@ def without_a_bound() -> Group:
     return Group(f"Gradient without a bound: {workload.name}", cases, targets, rounds=7)
 
 
-def second_derivatives() -> Group:
-    """Hessian-vector products with 10 checkpoints and 1000 steps."""
-    workload = workloads.perceptron()
-    energy = workloads.with_loopax(workload, lx.Checkpointed(10))
-    gradient = jax.grad(energy, 1)
-
-    def forward_over_reverse(parameters: Any, start: Array, n: Array) -> Array:
-        return jax.jvp(lambda y: gradient(parameters, y, n), (start,), (start,))[1]
-
-    def reverse_over_reverse(parameters: Any, start: Array, n: Array) -> Array:
-        return jax.grad(lambda y: jnp.vdot(gradient(parameters, y, n), start))(start)
-
-    programs = {
-        "gradient": gradient,
-        "forward over reverse": forward_over_reverse,
-        "reverse over reverse": reverse_over_reverse,
-    }
-    arguments = (workload.parameters, workload.start, jnp.int32(1000))
-    cases = [Case(name, program, arguments) for name, program in programs.items()]
-    targets = [
-        Target("temporary memory", name, "gradient", 4.0, "temporary_mib")
-        for name in ("forward over reverse", "reverse over reverse")
-    ]
-    return Group("Second derivatives with 10 checkpoints: MLP, n = 1000", cases, targets, rounds=5)
-
-
 def automatic(workload: Workload, memory: int | None = None, fits: int = 3, static: bool = True) -> Group:
     """`Auto` against the first so many of the kinds that fit, those that store least first."""
     kinds = {"Checkpointed()": lx.Checkpointed(), "Bounded()": lx.Bounded(), "Residuals()": lx.Residuals()}
@@ -97,7 +68,6 @@ def groups() -> list[Group]:
         few_checkpoints(workloads.perceptron(), 0.75),
         few_checkpoints(workloads.recurrent(), 0.8),
         without_a_bound(),
-        second_derivatives(),
         *map(automatic, choices.programs()),
         automatic(workloads.perceptron(), memory=2**20, fits=1),
         automatic(workloads.recurrent(), memory=20 * 2**20, fits=2),
