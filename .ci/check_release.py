@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 def problems(tag: str) -> Iterator[str]:
     """Say what is missing for the release of this tag."""
-    if "OWNER" in str(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["loopax"]):
+    if "OWNER" in str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["loopax"]):
         yield "pyproject.toml: [tool.loopax] has OWNER in place of the owner of the repository"
     number = re.escape(tag.removeprefix("v"))
     for path, line in {
@@ -20,7 +20,7 @@ def problems(tag: str) -> Iterator[str]:
         "mkdocs.yml": rf"^  release: {number} ",
         "CHANGELOG.md": rf"^## {number} \(\d{{4}}-\d{{2}}-\d{{2}}\)$",
     }.items():
-        if not re.search(line, (ROOT / path).read_text(), re.MULTILINE):
+        if not re.search(line, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE):
             yield f"{path}: no line of the form {line}"
 
 

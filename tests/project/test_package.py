@@ -1,5 +1,6 @@
 """What importing loopax does, and what is published with it: the wheel, the citation, the versions of tools."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -97,11 +98,46 @@ def test_hosted_tests_call_targets_that_are_there() -> None:
         assert re.search(rf"^(?:[\w.-]+ )*{re.escape(target)}(?: [\w.-]+)*:", makefile, re.MULTILINE), target
 
 
+def test_windows_runs_all_tests_but_those_that_are_named() -> None:
+    """In the job, or in the comment above it that says why not."""
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    comment, job = re.findall(r"(?<=\n\n)((?:  #.*\n)+)  windows:\n((?:    .*\n)+)", workflow)[0]
+    runs = set(re.findall(r"\btests/([\w.]+)", job))
+    there = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert runs <= there
+    assert there - runs <= set(re.findall(r"`(\w+)`", comment))
+
+
+def test_windows_can_install_what_is_locked() -> None:
+    """`pip freeze` on Linux writes what Orbax asks for elsewhere than on Windows."""
+    lock = (ROOT / "requirements-newest.lock").read_text()
+    assert re.findall(r"^uvloop.*$", lock, re.MULTILINE)[0].endswith('; sys_platform != "win32"')
+
+
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """Those that pyproject.toml admits, and those of `make test-all`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = re.findall(r"^(\w+)==(.*)$", (ROOT / "requirements-lowest.lock").read_text(), re.MULTILINE)
     assert [d for d in project["dependencies"] if tuple(d.split(">=")) not in pins] == []
+
+
+def opens_text(call: ast.Call) -> bool:
+    """Whether a call opens, reads or writes a file as text."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else f"builtin {getattr(call.func, 'id', '')}"
+    if name not in ("builtin open", "fdopen"):
+        return name in ("read_text", "write_text")
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    modes = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return not any("b" in mode for mode in modes)
+
+
+def test_files_have_the_same_encoding_on_every_system() -> None:
+    """That of a language, which Windows takes unless told otherwise, cannot read what others have written."""
+    others = ["hatch_build.py", *(f".ci/{name}.py" for name in ("check_release", "repository"))]
+    for file in [*(ROOT / "loopax").rglob("*.py"), *(ROOT / name for name in others)]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and opens_text(node):
+                assert "encoding" in {keyword.arg for keyword in node.keywords}, f"{file}:{node.lineno}"
 
 
 NO_ARRAY = "import jax, loopax; loopax.scan; assert jax.live_arrays() == []; print('no arrays')"
