@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
+import jax
 import pytest
 
 import loopax
@@ -98,6 +99,36 @@ def test_hosted_tests_call_targets_that_are_there() -> None:
         assert re.search(rf"^(?:[\w.-]+ )*{re.escape(target)}(?: [\w.-]+)*:", makefile, re.MULTILINE), target
 
 
+LOG = """
+tests/a.py F
+FAILED tests/a.py::test_b[x - y] - AssertionError: 1 - 2
+FAILED tests/a.py::test_c
+ERROR tests/d.py
+ERROR tests/d.py
+= 2 failed, 1 error in 3 s =
+"""
+
+
+def test_a_nightly_failure_is_reported_with_versions_and_names(tmp_path: Path) -> None:
+    def report(name: str) -> str:
+        command = [sys.executable, str(ROOT / ".ci/nightly_report.py"), str(tmp_path / name), "ADDRESS"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    (tmp_path / "log").write_text(LOG)
+    (tmp_path / "many").write_text("".join(f"FAILED tests/a.py::test_{i:050d}\n" for i in range(3000)))
+    assert f"\njax=={jax.__version__}\n" in report("log")
+    assert "3 failed:\n\n```text\ntests/a.py::test_b[x" in report("log")
+    assert "\ntests/a.py::test_c\ntests/d.py\n```\n\nThe run: ADDRESS\n" in report("log")
+    assert "No test is named as failed" in report("none")
+    assert "and 2800 more" in report("many")
+    assert len(report("many")) < 65536
+
+
+def test_workflows_name_no_index() -> None:
+    for file in (ROOT / ".github/workflows").glob("*.yml"):
+        assert not re.search(r"https?://|--(extra-)?index-url (?!\"\$)", file.read_text()), file
+
+
 def test_windows_runs_all_tests_but_those_that_are_named() -> None:
     """In the job, or in the comment above it that says why not."""
     workflow = (ROOT / ".github/workflows/tests.yml").read_text()
@@ -133,7 +164,7 @@ def opens_text(call: ast.Call) -> bool:
 
 def test_files_have_the_same_encoding_on_every_system() -> None:
     """That of a language, which Windows takes unless told otherwise, cannot read what others have written."""
-    others = ["hatch_build.py", *(f".ci/{name}.py" for name in ("check_release", "repository"))]
+    others = ["hatch_build.py", *(f".ci/{name}.py" for name in ("check_release", "nightly_report", "repository"))]
     for file in [*(ROOT / "loopax").rglob("*.py"), *(ROOT / name for name in others)]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and opens_text(node):
