@@ -18,6 +18,7 @@ def problems(tag: str) -> Iterator[str]:
         "loopax/_version.py": rf'^__version__ = "{number}"$',
         "CITATION.cff": rf"^version: {number}$",
         "mkdocs.yml": rf"^  release: {number} ",
+        "packaging/conda-forge/recipe.yaml": rf'^  version: "{number}"$',
         "CHANGELOG.md": rf"^## {number} \(\d{{4}}-\d{{2}}-\d{{2}}\)$",
     }.items():
         if not re.search(line, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE):

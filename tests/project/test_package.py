@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from hashlib import sha256
 from pathlib import Path
 from zipfile import ZipFile
 
 import jax
 import pytest
+import yaml
 
 import loopax
 
@@ -64,8 +66,33 @@ def test_a_release_is_refused_that_is_not_ready() -> None:
     ours = subprocess.run([*check, f"v{loopax.__version__}"], capture_output=True, text=True, check=False)
     others = subprocess.run([*check, "v99.0.0"], capture_output=True, text=True, check=False)
     missing = {line.split(":")[0] for line in others.stderr.splitlines()} - {"pyproject.toml"}
-    assert missing == {"loopax/_version.py", "CITATION.cff", "mkdocs.yml", "CHANGELOG.md"}
+    recipe = "packaging/conda-forge/recipe.yaml"
+    assert missing == {"loopax/_version.py", "CITATION.cff", "mkdocs.yml", recipe, "CHANGELOG.md"}
     assert {line.split(":")[0] for line in ours.stderr.splitlines()} <= {"pyproject.toml"}
+
+
+def test_the_recipe_for_conda_forge_is_of_this_version_and_its_requirements(tmp_path: Path) -> None:
+    """Name, version, Python, and every requirement as pyproject.toml has them; conda-forge splits matplotlib."""
+    sdist = tmp_path / "loopax.tar.gz"
+    sdist.write_bytes(b"a file")
+    command = [sys.executable, str(ROOT / ".ci/conda_recipe.py"), str(sdist)]
+    recipe = yaml.safe_load(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    context, requirements, about = recipe["context"], recipe["requirements"], recipe["about"]
+    written = lambda listed: {requirement.replace(">=", " >=") for requirement in listed}
+    extras = {one for listed in project["optional-dependencies"].values() for one in listed}
+
+    assert (recipe["package"]["name"], context["version"]) == (project["name"], loopax.__version__)
+    assert f">={context['python_min']}" == project["requires-python"]
+    assert requirements["host"] == ["python ${{ python_min }}.*", "pip", "hatchling"]
+    assert {*requirements["run"]} == {"python >=${{ python_min }}"} | written(project["dependencies"])
+    constraints = {one.replace("matplotlib-base", "matplotlib") for one in requirements["run_constraints"]}
+    assert constraints == written(extras)
+    assert (about["summary"], about["license"]) == (project["description"], project["license"])
+    assert (about["repository"], about["documentation"]) == (ADDRESSES["repository"], ADDRESSES["documentation"])
+    assert recipe["source"]["sha256"] == sha256(b"a file").hexdigest()
+    assert recipe["source"]["url"].endswith("/loopax-${{ version }}.tar.gz")
+    assert recipe["extra"]["recipe-maintainers"] == [ADDRESSES["repository"].split("/")[-2]]
 
 
 def test_the_citation_is_of_this_version() -> None:
@@ -164,7 +191,10 @@ def opens_text(call: ast.Call) -> bool:
 
 def test_files_have_the_same_encoding_on_every_system() -> None:
     """That of a language, which Windows takes unless told otherwise, cannot read what others have written."""
-    others = ["hatch_build.py", *(f".ci/{name}.py" for name in ("check_release", "nightly_report", "repository"))]
+    others = [
+        "hatch_build.py",
+        *(f".ci/{name}.py" for name in ("check_release", "conda_recipe", "nightly_report", "repository")),
+    ]
     for file in [*(ROOT / "loopax").rglob("*.py"), *(ROOT / name for name in others)]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and opens_text(node):
