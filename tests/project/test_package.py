@@ -191,11 +191,7 @@ def opens_text(call: ast.Call) -> bool:
 
 def test_files_have_the_same_encoding_on_every_system() -> None:
     """That of a language, which Windows takes unless told otherwise, cannot read what others have written."""
-    others = [
-        "hatch_build.py",
-        *(f".ci/{name}.py" for name in ("check_release", "conda_recipe", "nightly_report", "repository")),
-    ]
-    for file in [*(ROOT / "loopax").rglob("*.py"), *(ROOT / name for name in others)]:
+    for file in [*(ROOT / "loopax").rglob("*.py"), *(ROOT / ".ci").glob("*.py"), ROOT / "hatch_build.py"]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and opens_text(node):
                 assert "encoding" in {keyword.arg for keyword in node.keywords}, f"{file}:{node.lineno}"
