@@ -18,7 +18,7 @@ class Addresses(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Add both fields to the metadata of the package."""
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["loopax"]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["loopax"]
         files = f"{project['repository']}/blob/main"
         metadata["urls"] = {
             "Documentation": project["documentation"],
@@ -26,7 +26,7 @@ class Addresses(MetadataHookInterface):
             "Issues": f"{project['repository']}/issues",
             "Changelog": f"{files}/CHANGELOG.md",
         }
-        text = with_absolute_links((ROOT / "README.md").read_text(), files)
+        text = with_absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), files)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 

@@ -6,5 +6,5 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 if __name__ == "__main__":
-    address = tomllib.loads(PROJECT.read_text())["tool"]["loopax"]["repository"]
+    address = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["loopax"]["repository"]
     print("" if "OWNER" in address else address)

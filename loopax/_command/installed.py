@@ -25,7 +25,11 @@ def processor() -> str:
     """Return the processor in words."""
     info, model = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
     if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        names = [
+            line.partition(":")[2].strip()
+            for line in info.read_text(encoding="utf-8").splitlines()
+            if "model name" in line
+        ]
         model = names[0] if names else model
     return f"{model} ({os.cpu_count()} logical cores)"
 

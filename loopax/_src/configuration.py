@@ -107,7 +107,7 @@ def named(calibration: str | os.PathLike[str]) -> Calibration:
 def read(file: str | os.PathLike[str]) -> Calibration:
     """What a file says."""
     try:
-        content = json.loads(Path(file).read_text())
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
         found, of_platform = dict(content["nanoseconds"]), OF_PLATFORM[content["platform"]]
     except FileNotFoundError as error:
         error.add_note(f"Calibrations that come with loopax: {', '.join(CALIBRATIONS)}.")
@@ -128,7 +128,7 @@ def read(file: str | os.PathLike[str]) -> Calibration:
 def write(file: str | os.PathLike[str], constants: Costs, machine: str) -> None:
     """A file for `configure`."""
     content = {"machine": machine, "platform": settings.platform(), "nanoseconds": constants._asdict()}
-    Path(file).write_text(json.dumps(content, indent=2) + "\n")
+    Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
 
 
 use_environment()

@@ -136,7 +136,7 @@ def test_a_terminal_has_one_line(clock_of, terminal):
         displays.report(outer, step, -1)
     displays.end(outer, 3)
     assert terminal.shown == ["outer: 3 steps in 0:00:02, 1.82 steps/s"]
-    drawn = terminal.getvalue().split("\r\x1b[K")
+    drawn = terminal.getvalue().split(render._CLEAR)
     assert sum("inner" in text for text in drawn) == 3
     assert " | inner: 99/100" in terminal.getvalue()
 

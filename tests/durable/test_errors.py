@@ -1,7 +1,6 @@
 """What a durable loop refuses, and what it says then."""
 
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -163,6 +162,8 @@ def run_with_outputs(directory: Any, length: int) -> Any:
 
 def on_a_full_disk(directory: str) -> dict[str, str]:
     """What is said in a process in which no file may be larger than 60 kB, after the first save."""
+    import resource  # Windows has none
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     said: dict[str, str] = {}
     for name, run in (("state", run_large), ("outputs", run_with_outputs)):

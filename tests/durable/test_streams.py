@@ -1,6 +1,5 @@
 """`durable.lanes_stream`: results of items in rows on disk, each once, also where a run stops in between."""
 
-import os
 import signal
 import threading
 import warnings
@@ -90,7 +89,7 @@ def test_an_interrupt_saves_also_while_an_item_is_waited_for(number: int, kind: 
 
     def items() -> Any:
         yield from numbers(40)
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         never.wait(20)
 
     try:

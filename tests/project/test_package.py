@@ -1,13 +1,17 @@
 """What importing loopax does, and what is published with it: the wheel, the citation, the versions of tools."""
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from hashlib import sha256
 from pathlib import Path
 from zipfile import ZipFile
 
+import jax
 import pytest
+import yaml
 
 import loopax
 
@@ -62,8 +66,33 @@ def test_a_release_is_refused_that_is_not_ready() -> None:
     ours = subprocess.run([*check, f"v{loopax.__version__}"], capture_output=True, text=True, check=False)
     others = subprocess.run([*check, "v99.0.0"], capture_output=True, text=True, check=False)
     missing = {line.split(":")[0] for line in others.stderr.splitlines()} - {"pyproject.toml"}
-    assert missing == {"loopax/_version.py", "CITATION.cff", "mkdocs.yml", "CHANGELOG.md"}
+    recipe = "packaging/conda-forge/recipe.yaml"
+    assert missing == {"loopax/_version.py", "CITATION.cff", "mkdocs.yml", recipe, "CHANGELOG.md"}
     assert {line.split(":")[0] for line in ours.stderr.splitlines()} <= {"pyproject.toml"}
+
+
+def test_the_recipe_for_conda_forge_is_of_this_version_and_its_requirements(tmp_path: Path) -> None:
+    """Name, version, Python, and every requirement as pyproject.toml has them; conda-forge splits matplotlib."""
+    sdist = tmp_path / "loopax.tar.gz"
+    sdist.write_bytes(b"a file")
+    command = [sys.executable, str(ROOT / ".ci/conda_recipe.py"), str(sdist)]
+    recipe = yaml.safe_load(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    context, requirements, about = recipe["context"], recipe["requirements"], recipe["about"]
+    written = lambda listed: {requirement.replace(">=", " >=") for requirement in listed}
+    extras = {one for listed in project["optional-dependencies"].values() for one in listed}
+
+    assert (recipe["package"]["name"], context["version"]) == (project["name"], loopax.__version__)
+    assert f">={context['python_min']}" == project["requires-python"]
+    assert requirements["host"] == ["python ${{ python_min }}.*", "pip", "hatchling"]
+    assert {*requirements["run"]} == {"python >=${{ python_min }}"} | written(project["dependencies"])
+    constraints = {one.replace("matplotlib-base", "matplotlib") for one in requirements["run_constraints"]}
+    assert constraints == written(extras)
+    assert (about["summary"], about["license"]) == (project["description"], project["license"])
+    assert (about["repository"], about["documentation"]) == (ADDRESSES["repository"], ADDRESSES["documentation"])
+    assert recipe["source"]["sha256"] == sha256(b"a file").hexdigest()
+    assert recipe["source"]["url"].endswith("/loopax-${{ version }}.tar.gz")
+    assert recipe["extra"]["recipe-maintainers"] == [ADDRESSES["repository"].split("/")[-2]]
 
 
 def test_the_citation_is_of_this_version() -> None:
@@ -97,11 +126,75 @@ def test_hosted_tests_call_targets_that_are_there() -> None:
         assert re.search(rf"^(?:[\w.-]+ )*{re.escape(target)}(?: [\w.-]+)*:", makefile, re.MULTILINE), target
 
 
+LOG = """
+tests/a.py F
+FAILED tests/a.py::test_b[x - y] - AssertionError: 1 - 2
+FAILED tests/a.py::test_c
+ERROR tests/d.py
+ERROR tests/d.py
+= 2 failed, 1 error in 3 s =
+"""
+
+
+def test_a_nightly_failure_is_reported_with_versions_and_names(tmp_path: Path) -> None:
+    def report(name: str) -> str:
+        command = [sys.executable, str(ROOT / ".ci/nightly_report.py"), str(tmp_path / name), "ADDRESS"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    (tmp_path / "log").write_text(LOG)
+    (tmp_path / "many").write_text("".join(f"FAILED tests/a.py::test_{i:050d}\n" for i in range(3000)))
+    assert f"\njax=={jax.__version__}\n" in report("log")
+    assert "3 failed:\n\n```text\ntests/a.py::test_b[x" in report("log")
+    assert "\ntests/a.py::test_c\ntests/d.py\n```\n\nThe run: ADDRESS\n" in report("log")
+    assert "No test is named as failed" in report("none")
+    assert "and 2800 more" in report("many")
+    assert len(report("many")) < 65536
+
+
+def test_workflows_name_no_index() -> None:
+    for file in (ROOT / ".github/workflows").glob("*.yml"):
+        assert not re.search(r"https?://|--(extra-)?index-url (?!\"\$)", file.read_text()), file
+
+
+def test_windows_runs_all_tests_but_those_that_are_named() -> None:
+    """In the job, or in the comment above it that says why not."""
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    comment, job = re.findall(r"(?<=\n\n)((?:  #.*\n)+)  windows:\n((?:    .*\n)+)", workflow)[0]
+    runs = set(re.findall(r"\btests/([\w.]+)", job))
+    there = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert runs <= there
+    assert there - runs <= set(re.findall(r"`(\w+)`", comment))
+
+
+def test_windows_can_install_what_is_locked() -> None:
+    """`pip freeze` on Linux writes what Orbax asks for elsewhere than on Windows."""
+    lock = (ROOT / "requirements-newest.lock").read_text()
+    assert re.findall(r"^uvloop.*$", lock, re.MULTILINE)[0].endswith('; sys_platform != "win32"')
+
+
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """Those that pyproject.toml admits, and those of `make test-all`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = re.findall(r"^(\w+)==(.*)$", (ROOT / "requirements-lowest.lock").read_text(), re.MULTILINE)
     assert [d for d in project["dependencies"] if tuple(d.split(">=")) not in pins] == []
+
+
+def opens_text(call: ast.Call) -> bool:
+    """Whether a call opens, reads or writes a file as text."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else f"builtin {getattr(call.func, 'id', '')}"
+    if name not in ("builtin open", "fdopen"):
+        return name in ("read_text", "write_text")
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    modes = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return not any("b" in mode for mode in modes)
+
+
+def test_files_have_the_same_encoding_on_every_system() -> None:
+    """That of a language, which Windows takes unless told otherwise, cannot read what others have written."""
+    for file in [*(ROOT / "loopax").rglob("*.py"), *(ROOT / ".ci").glob("*.py"), ROOT / "hatch_build.py"]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and opens_text(node):
+                assert "encoding" in {keyword.arg for keyword in node.keywords}, f"{file}:{node.lineno}"
 
 
 NO_ARRAY = "import jax, loopax; loopax.scan; assert jax.live_arrays() == []; print('no arrays')"

@@ -1,5 +1,6 @@
 """How progress is drawn: a bar of tqdm, a line that is written over, or a line now and then."""
 
+import os
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from loopax._src.extras import is_installed
 # In a log, a line is written when so many times the interval of a terminal have passed, and when the loop has run
 # longer by this share.
 RARER, LONGER = 10, 0.1
-_CLEAR = "\r\x1b[K"  # the line of a terminal
+# Clears the line of a terminal. A console of Windows may print the code for it as it is.
+_CLEAR = f"\r{' ' * 79}\r" if os.name == "nt" else "\r\x1b[K"
 
 
 @dataclass(frozen=True)

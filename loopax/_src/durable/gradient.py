@@ -16,11 +16,12 @@ from jaxtyping import PyTree
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import RowPlan
+from loopax._src.durable.files import locked
 from loopax._src.durable.gradient_chunk import Functions, device_bytes, inexact, numbers_of_inexact, tree_of
 from loopax._src.durable.gradient_plan import Bounds, Division, evaluated, plan
 from loopax._src.durable.gradient_problem import NAME, UNBOUNDED_STEPS, Given, Problem, Question, problem_of
 from loopax._src.durable.gradient_run import GradientRun
-from loopax._src.durable.options import check, locked, refuse_transformations
+from loopax._src.durable.options import check, refuse_transformations
 from loopax._src.durable.outputs import Outputs
 from loopax._src.durable.pace import watching
 from loopax._src.durable.row_source import RowSource

@@ -17,9 +17,10 @@ from jax import Array
 
 from loopax._src.core.jaxpr.util import num_bytes
 from loopax._src.durable.chunk import CHUNK_BYTES
+from loopax._src.durable.files import read_sealed, write_sealed
 from loopax._src.durable.gradient_chunk import Programs, device_bytes, functions_of, recorded_bytes
 from loopax._src.durable.gradient_problem import NAME, Given, Problem
-from loopax._src.durable.options import all_agree, of_first, on_first, read_sealed, write_sealed
+from loopax._src.durable.options import all_agree, of_first, on_first
 from loopax._src.durable.pace import CHUNK_SECONDS, SavePace
 from loopax._src.durable.row_source import RowSource
 from loopax._src.durable.saves import SavedState, Saves
@@ -148,9 +149,9 @@ def _step_seconds(problem: Problem, given: Given, rows: RowSource, most: int) ->
     while True:
         given = given._replace(most=np.int32(some))
         jax.block_until_ready(forward(given))
-        begun = time.monotonic()
+        begun = time.perf_counter()
         taken = int(jax.block_until_ready(forward(given))[1])
-        seconds = of_first(time.monotonic() - begun)
+        seconds = of_first(time.perf_counter() - begun)
         if seconds >= _PROBE_SECONDS or some == most or taken < some:
             return max(seconds, 1e-6) / max(taken, 1)
         some = min(2 * some, most)
@@ -169,12 +170,12 @@ def _transfer_seconds(root: Path, state: list[Array]) -> tuple[float, float]:
     place, found = root / _PROBE, (0.0, 0.0)
     with closing(Saves(NAME, place, None, SavePace(1.0, False))) as saves:
         for i in range(2):
-            begun = time.monotonic()
+            begun = time.perf_counter()
             saves.start(SavedState(i, True, state))
             saves.finish()
-            written = time.monotonic()
+            written = time.perf_counter()
             saves.read(i, state)
-            found = of_first(written - begun), of_first(time.monotonic() - written)
+            found = of_first(written - begun), of_first(time.perf_counter() - written)
     on_first(lambda: shutil.rmtree(place))
     return found
 

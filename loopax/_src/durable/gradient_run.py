@@ -229,16 +229,16 @@ class GradientRun:
 
     def _advance(self, chunk: int, at: SavedState, saves: Saves | None) -> SavedState:
         """Behind a chunk; the saves learn how long that takes."""
-        begun = time.monotonic()
+        begun = time.perf_counter()
         arrays, taken, goes_on = jax.block_until_ready(self.programs.forward(self._given(chunk, at.arrays)))
         self.work.advanced += 1
         if saves is not None:
-            saves.pace.took(int(taken), time.monotonic() - begun)
+            saves.pace.took(int(taken), time.perf_counter() - begun)
         return SavedState(at.steps + int(taken), bool(goes_on), arrays)
 
     def _reverse(self, chunk: int, arrays: list[Array], gradient: Gradient | None) -> Gradient:
         """The gradient before a chunk; without one behind it, it is the last. Rows of it begin to be written."""
-        begun, given, outputs = time.monotonic(), self._given(chunk, arrays), self.back.outputs
+        begun, given, outputs = time.perf_counter(), self._given(chunk, arrays), self.back.outputs
         last, recorded = self.programs.record(given)
         if gradient is None:
             gradient = Gradient(*self.programs.value(given._replace(state=last)))
@@ -250,7 +250,7 @@ class GradientRun:
             # In the order of the way back.
             outputs.write(self.plan.steps_behind(chunk + 1), [np.asarray(x)[: high - low][::-1] for x in of_rows])
         self.work.reversed += 1
-        self.back.pace.took(high - low, time.monotonic() - begun)
+        self.back.pace.took(high - low, time.perf_counter() - begun)
         return Gradient(gradient.value, of_state, of_params)
 
     def _given(self, chunk: int, arrays: list[Array]) -> Given:

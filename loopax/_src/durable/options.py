@@ -3,11 +3,10 @@
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Any, Required
@@ -26,11 +25,6 @@ from loopax._src.jax_internals import is_tracing
 from loopax._src.kinds import Lax
 from loopax._src.progress import ProgressLike
 from loopax._src.pytrees.static import an_int, int_within
-
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None
 
 # Decisions of several processes that run a loop together (`jax.distributed`); one process decides alone.
 
@@ -93,57 +87,12 @@ def whole_path(where: str, path: Any) -> Path:
                 "directory (a disk may not be mounted), or remove the link",
                 str(one),
             )
+    if whole.anchor.replace("\\", "/").startswith("//"):
+        raise ValueError(
+            f"{where}(directory=...): got {str(path)!r}, and TensorStore, which writes the files, takes no path that "
+            "begins with two slashes. Give a directory on a drive; on Windows, a share can have a letter (`net use`)."
+        )
     return whole
-
-
-@contextmanager
-def locked(where: str, root: Path) -> Iterator[None]:
-    """Hold the directory; an error where another run does. The system lets go when the process ends, however."""
-    if fcntl is None:
-        yield
-        return
-    flock, flags = fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB
-    with ExitStack() as stack:
-
-        def hold() -> None:
-            file = stack.enter_context(open(root / "lock", "a+"))
-            try:
-                flock(file, flags)
-            except OSError as error:
-                file.seek(0)
-                raise RuntimeError(
-                    f"{where}(directory={str(root)!r}) is in use by another run ({file.read().strip()}). "
-                    "Wait until it ends, or give another directory."
-                ) from error
-            file.truncate(0)
-            file.write(f"process {os.getpid()}")
-            file.flush()
-
-        on_first(hold)
-        yield
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(unfinished, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def write_sealed(path: Path, text: str) -> None:
-    """Write a file as `write_whole` does, with a checksum of the text on its last line."""
-    write_whole(path, f"{text}\n{sha256(text.encode()).hexdigest()}")
-
-
-def read_sealed(path: Path) -> str:
-    """Read the text of a file that `write_sealed` has written; ValueError where it has changed."""
-    text, _, seal = path.read_text().rpartition("\n")
-    if sha256(text.encode()).hexdigest() != seal:
-        raise ValueError("its checksum differs")
-    return text
 
 
 # Orbax, and TensorStore on which it depends: imported when the first durable loop runs.

@@ -19,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopax._src.durable.chunk import RowPlan, row_types
+from loopax._src.durable.files import patiently, read_sealed, write_sealed
 from loopax._src.durable.options import (
     clear_errors,
     ocp,
     on_first,
-    read_sealed,
     tensorstore,
     whole_path,
-    write_sealed,
 )
 from loopax._src.jax_internals import api_boundary
 from loopax._src.pytrees.leaves import Dynamic, Spec
@@ -138,7 +137,7 @@ class Rows:
 
 def _open(path: Path, metadata: Mapping[str, Any], **options: Any) -> Any:
     """TensorStore's view of an array. Pieces of zeros are written too: one that is not there is lost."""
-    place = {"driver": "file", "path": f"{path}/"}
+    place = {"driver": "file", "path": f"{path.as_posix()}/"}
     spec = {"driver": "zarr3", "kvstore": place, "metadata": metadata, "store_data_equal_to_fill_value": True}
     return tensorstore().open({**spec, **options}).result()
 
@@ -285,7 +284,7 @@ class Outputs:
         self._known = self._written = (0, 0)
         self._waiting: list[tuple[int, list[np.ndarray]]] = []
         self._writing: list[Any] = []
-        self._begun = time.monotonic()
+        self._begun = time.perf_counter()
 
     def refuse_gone(self) -> None:
         """Raise where those of a run that has begun are gone, or what describes them is damaged."""
@@ -315,7 +314,7 @@ class Outputs:
                     kept = {rows._file(number) for number, _, _ in rows._parts(*good)}
                     for path in (rows.path / "c").rglob("*"):
                         if path.is_file() and path not in kept:
-                            path.unlink()
+                            patiently(path.unlink)
             else:
                 self._make()
             self._make_room(room or self.plan.capacity)
@@ -333,7 +332,7 @@ class Outputs:
 
     def _make(self) -> None:
         """In the place of what a run has left that was never saved. Arrays of zeros take no room."""
-        (self.root / _DESCRIPTION).unlink(missing_ok=True)
+        patiently(lambda: (self.root / _DESCRIPTION).unlink(missing_ok=True))
         arrays = []
         for i, (name, (shape, dtype, key_impl)) in enumerate(zip(self.spec.names(), row_types(self.spec), strict=True)):
             row_bytes = prod(shape) * np.dtype(dtype).itemsize
@@ -380,7 +379,7 @@ class Outputs:
         low, high = self._written
         self._written = (start, stop) if low == high else (min(low, start), max(high, stop))
         is_much = sum(array.nbytes for _, pieces in self._waiting for array in pieces) >= WAITING_BYTES
-        if is_much or time.monotonic() - self._begun >= WAITING_SECONDS:
+        if is_much or time.perf_counter() - self._begun >= WAITING_SECONDS:
             self._begin()
 
     def flush(self) -> None:
@@ -402,7 +401,7 @@ class Outputs:
         if not self._waiting:
             return
         self._finish()  # two writes at once into one piece of a file could lose one of them
-        self._begun = time.monotonic()
+        self._begun = time.perf_counter()
         waiting, self._waiting = sorted(self._waiting, key=lambda item: item[0]), []
         start = waiting[0][0]
         for store, *parts in zip(self._stores, *(pieces for _, pieces in waiting), strict=True):

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
+# What asks a process to end: Ctrl-C; SIGTERM; Ctrl-Break, which Windows alone has, and a process can send to another.
+_NAMES = ("SIGINT", "SIGTERM", "SIGBREAK")
+
 
 class Interrupts:
-    """The first Ctrl-C or SIGTERM, which is remembered; a second one does what it does without loopax."""
+    """The first signal that asks to end, which is remembered; a second one does what it does without loopax."""
 
     received: int | None = None
 
@@ -39,7 +42,7 @@ def watching() -> Iterator[Interrupts]:
 
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
                 if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and shells tell a process
                     previous[number] = signal.signal(number, remember) or signal.SIG_DFL  # None: not set by Python
         yield interrupts
@@ -137,11 +140,11 @@ class SavePace:
 
     def saving(self, steps: int) -> None:
         self.started = (steps, self._worked())
-        self.save_begun = time.monotonic()
+        self.save_begun = time.perf_counter()
 
     def saved(self) -> None:
         if self.complete != self.started:
-            self.save_seconds = time.monotonic() - self.save_begun
+            self.save_seconds = time.perf_counter() - self.save_begun
             self.complete = self.started
 
     def _work_since(self, state: tuple[int, float], steps: int) -> float:
@@ -149,7 +152,7 @@ class SavePace:
 
     def _worked(self) -> float:
         """A clock that stands still where the run waits."""
-        return time.monotonic() - self.idle
+        return time.perf_counter() - self.idle
 
     def _save_after(self) -> float:
         """The work between two saves."""

@@ -10,7 +10,8 @@ import numpy as np
 
 from loopax._src.core.jaxpr.util import MOST_STEPS
 from loopax._src.durable.chunk import EPOCH, CompiledChunk, Job, placed, rows_of_a_chunk, trace
-from loopax._src.durable.options import agreed, all_agree, check, locked
+from loopax._src.durable.files import locked
+from loopax._src.durable.options import agreed, all_agree, check
 from loopax._src.durable.outputs import Outputs
 from loopax._src.durable.pace import Interrupts, watching
 from loopax._src.durable.saves import SavedState, Saves
@@ -79,7 +80,7 @@ class DurableRun:
     def _take(self, state: SavedState, most: int, count: int) -> tuple[SavedState, list[Any]]:
         """Take a chunk of steps, or several; rows of outputs begin to be written. As `advance`."""
         job, pace, outputs = self.job, self.saves.pace, self.saves.outputs
-        begun, arrays = time.monotonic(), state.arrays
+        begun, arrays = time.perf_counter(), state.arrays
         *before, last = (state.steps + i * most for i in range(count))
         for steps in before:
             arrays, *_ = self.chunk.run(arrays, job.start(steps), most)
@@ -91,7 +92,7 @@ class DurableRun:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS)
         taken = (count - 1) * most + int(num_steps)
-        pace.took(taken, time.monotonic() - begun)
+        pace.took(taken, time.perf_counter() - begun)
         if outputs is not None and outputs.writes and taken:
             outputs.write(state.steps, [np.asarray(y)[:taken] for y in ys])
         steps = state.steps + taken

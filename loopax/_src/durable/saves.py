@@ -85,12 +85,12 @@ class Saves:
 
     def finish(self) -> None:
         """Wait until what has been begun is on disk."""
-        begun = time.monotonic()
+        begun = time.perf_counter()
         with clear_errors(f"{self.where}: saving to {self.directory}", self._newest_good):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         self.pace.saved()
-        self.pace.idle += time.monotonic() - begun
+        self.pace.idle += time.perf_counter() - begun
 
     def end(self, state: SavedState, interrupts: Interrupts, what: str) -> None:
         """Save the last state, after so much; what an interrupt raises, in any process, it raises then."""

@@ -84,11 +84,11 @@ class Transfers:
         """Do something when all before has been done."""
 
         def timed() -> Any:
-            begun = time.monotonic()
+            begun = time.perf_counter()
             try:
                 return do()
             finally:
-                self.seconds += time.monotonic() - begun
+                self.seconds += time.perf_counter() - begun
 
         future = self._thread.submit(timed)
         if jax.process_count() > 1:
@@ -97,11 +97,11 @@ class Transfers:
 
     def wait(self, future: Future[Any]) -> Any:
         """What has been done, when it is."""
-        begun = time.monotonic()
+        begun = time.perf_counter()
         try:
             return future.result()
         finally:
-            self.waited += time.monotonic() - begun
+            self.waited += time.perf_counter() - begun
 
     def close(self) -> None:
         """Wait for what has been begun."""

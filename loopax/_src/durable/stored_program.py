@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from loopax._src.durable.chunk import Job, TracedChunk, row_types
-from loopax._src.durable.options import AnotherProgramWarning, on_first, write_whole
+from loopax._src.durable.files import patiently, write_whole
+from loopax._src.durable.options import AnotherProgramWarning, on_first
 from loopax._src.durable.options import tensorstore as import_tensorstore
 from loopax._src.durable.saves import checksums
 from loopax._src.durable.step_hash import Written
@@ -127,7 +128,7 @@ def _stored(where: str, root: Path) -> StoredProgram | None:
         refuse_gone(where, file)
         return None
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(patiently(lambda: file.read_text(encoding="utf-8")))
         if found["format"] != FORMAT:
             raise RuntimeError(
                 f"{where}: the run in {root} was stored by loopax {found['loopax']} and JAX {found['jax']} "

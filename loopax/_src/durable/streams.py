@@ -17,7 +17,8 @@ from jax import core
 from jaxtyping import PyTree
 
 from loopax._src.durable.chunk import RowPlan
-from loopax._src.durable.options import check, locked, refuse_transformations
+from loopax._src.durable.files import locked
+from loopax._src.durable.options import check, refuse_transformations
 from loopax._src.durable.outputs import Outputs, Rows
 from loopax._src.durable.pace import Interrupts, SavePace, watching
 from loopax._src.durable.saves import SavedState, Saves
@@ -215,12 +216,12 @@ class _StreamRun:
         saves, pace, goes_on = self._saves, self._saves.pace, True
         pace.begin(self._number)
         while goes_on and interrupts.received is None:
-            begun, before = time.monotonic(), self._number
+            begun, before = time.perf_counter(), self._number
             if pace.must_wait(before, 1):
                 saves.finish()
             is_time = pace.should_save(before)
             goes_on = self._write_finished(start_next=not is_time)
-            pace.took(self._number - before, time.monotonic() - begun)
+            pace.took(self._number - before, time.perf_counter() - begun)
             if is_time:
                 saves.save(self._state())
             else:

@@ -189,7 +189,7 @@ def _remembered(folder: str | None, key: str) -> _Choice | None:
             _remember(folder, key, found)
         return found
     try:
-        found = json.loads((Path(folder) / f"{key}.json").read_text())
+        found = json.loads((Path(folder) / f"{key}.json").read_text(encoding="utf-8"))
         choice = _Choice(str(found["chosen"]), str(found["reason"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -214,7 +214,7 @@ def _remember(folder: str | None, key: str, choice: _Choice) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         # Renamed as a whole: another process never reads half of it.
         handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             json.dump(choice._asdict(), file)
         os.replace(name, Path(folder) / f"{key}.json")
     except OSError as error:
