@@ -14,6 +14,7 @@ import pytest
 import loopax as lx
 from loopax._src.extras import is_installed
 from tests.project import comparison_programs as programs
+from tests.project import loops_elsewhere as elsewhere
 from tests.support.pages import ROOT
 
 PAGE = ROOT / "docs" / "comparison.md"
@@ -25,8 +26,13 @@ PACKAGES = {
     "Equinox": "equinox",
     "brainstate": "brainstate",
     "Diffrax": "diffrax",
+    "gradsolve": "gradsolve",
     "optimistix": "optimistix",
+    "jax-tap": "jax-tap",  # has no loops, so no row
 }
+# Those outside of JAX are in no lock.
+ELSEWHERE = {"PyTorch": "torch", "Dr.Jit": "drjit"}
+VERSIONS_ELSEWHERE = {"torch": "2.13.0", "drjit": "1.5.0"}
 
 # The programs of the page's tables: by heading and column.
 
@@ -53,6 +59,7 @@ EVIDENCE: dict[str, dict[str, Callable[[str], str]]] = {
     },
     "Differential equations": {mode: partial(programs.of_decay, mode) for mode in ("reverse", "forward", "rev/rev")},
     "Fixed points": {mode: partial(programs.of_fixed_point, mode) for mode in ("reverse", "forward", "rev/rev")},
+    "Loops elsewhere": {mode: partial(elsewhere.derivative, mode) for mode in ("reverse", "forward", "rev/rev")},
 }
 
 
@@ -101,8 +108,11 @@ def needs(package: str) -> None:
             found = version(name)
         except PackageNotFoundError:
             pytest.skip(f"{name} is not installed")
-        if number(found) < number(VERSIONS[name]):
-            pytest.skip(f"the page is about {name} {VERSIONS[name]}, and this is {found}")
+        expected = (VERSIONS | VERSIONS_ELSEWHERE)[name]
+        if number(found) < number(expected):
+            pytest.skip(f"the page is about {name} {expected}, and this is {found}")
+    if package == "drjit" and not elsewhere.has_llvm():
+        pytest.skip("Dr.Jit finds no LLVM")
 
 
 def locked(file: str) -> dict[str, str]:
@@ -116,6 +126,7 @@ def test_versions_are_those_of_the_locks() -> None:
     newest = locked("requirements-newest.lock")
     others = "jax {jax}, equinox {equinox} and flax {flax}".format(**newest)
     says(f"The words for loopax, jax.lax, Equinox and Flax NNX are the same with {others}.")
+    says("PyTorch {torch} and Dr.Jit {drjit} (with LLVM), on a CPU".format(**VERSIONS_ELSEWHERE))
 
 
 def test_each_column_has_its_programs() -> None:
@@ -133,7 +144,7 @@ def test_tables_can_be_read_on_a_phone() -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_cell(cell: Cell) -> None:
     if not cell.row.startswith("loopax"):
-        needs(PACKAGES[cell.row.split(maxsplit=1)[0]])
+        needs((PACKAGES | ELSEWHERE)[cell.row.split(maxsplit=1)[0]])
     if cell.column in {"NNX", "states"}:  # a model of another library, in each of the loops
         needs({"NNX": "flax", "states": "brainstate"}[cell.column])
     found = EVIDENCE[cell.heading][cell.column](cell.row)
@@ -173,3 +184,104 @@ def test_row_of_a_buffer_that_is_overwritten() -> None:
     with_buffers = jax.grad(lambda x: ring(x, buffers=lambda carry: carry[1]))(x)
     assert np.allclose(jax.grad(ring)(x), right)
     assert not np.allclose(with_buffers, right, rtol=0.5)
+
+
+def test_replayed_steps_are_those_of_where_they_were_recorded() -> None:
+    """gradsolve's steps for one a are not small enough for another, and nothing says so."""
+    says("recorded at a = 0.7 and replayed at a = 20, y(1) is 19040 in place of 2·10⁻⁹, and no error is raised")
+    says("`grad_closure` cannot be called inside `jit`")
+    needs("gradsolve")
+    solution = programs.replayed(0.7)
+    assert np.allclose(solution(jnp.asarray(0.7)), np.exp(-0.7))
+    assert round(float(solution(jnp.asarray(20.0)))) == 19040
+    record = lambda a: programs.peer("gradsolve").grad_closure(programs.Decay(), np.ones((1, 1)), a.reshape(1, 1))(a)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(record)(jnp.asarray(0.7))
+
+
+def test_watching_a_loop_that_runs() -> None:
+    """jax-tap sees `jax.lax` loops, and what loopax makes of its own."""
+    says("Of a loop of loopax, `with jaxtap.record()` sees the loops of `jax.lax` that loopax makes of it")
+    says("`jaxtap.record(f)` sees nothing of it")
+    needs("jax-tap")
+    jaxtap = programs.peer("jaxtap")
+
+    def loop(row: str) -> Callable[[Any], Any]:
+        return lambda x: programs.WHILE_LOOPS[row](lambda y: y < 100.0, lambda y: y * x, x, None)
+
+    def seen_around(call: Callable[[], Any]) -> list[Any]:
+        with jaxtap.record() as recorder:
+            jax.block_until_ready(call())
+        jax.effects_barrier()
+        return [event.value for event in recorder.events]
+
+    def seen_of(f: Callable[[Any], Any]) -> list[Any]:
+        watched, recorder = jaxtap.record(f)
+        jax.block_until_ready(watched(2.0))
+        jax.effects_barrier()
+        return [event.value for event in recorder.events]
+
+    steps = [4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
+    assert [float(y) for (y,) in seen_around(lambda: loop("jax.lax")(2.0))] == steps
+    assert [float(y) for (y,) in seen_of(loop("jax.lax"))] == steps
+    of_loopax = seen_around(lambda: loop("loopax")(2.0))
+    assert [float(carry[1]) for carry in of_loopax] == steps
+    assert len(of_loopax[0]) > 1  # what loopax carries besides
+    assert len(seen_around(lambda: jax.grad(loop("loopax"))(2.0))) > len(steps)
+    assert not seen_of(loop("loopax"))
+
+
+def test_recurrence_in_parallel() -> None:
+    """An associative scan with its gradient, in the body of a loop; loopax has none of its own."""
+    says("The body of a loop of loopax may call it.")
+    assert not hasattr(lx, "associative_scan")
+    combine = lambda left, right: (left[0] * right[0], right[1] + right[0] * left[1])
+    parallel = lambda a, b: jax.lax.associative_scan(combine, (a, b))[1]
+    step = lambda h, row: (h * row[0] + row[1],) * 2
+    a, b = jnp.linspace(0.5, 0.9, 7), jnp.linspace(-1.0, 1.0, 7)
+
+    def twice(recurrence: Callable[[Any, Any], Any], a: Any) -> Any:
+        return lx.fori_loop(0, 2, lambda _, h: recurrence(a, h), b).sum()
+
+    one_after_another = lambda a, b: lx.scan(step, jnp.zeros(()), (a, b))[1]
+    found, expected = (jax.value_and_grad(partial(twice, f))(a) for f in (parallel, one_after_another))
+    assert jax.tree.all(jax.tree.map(np.allclose, found, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of its own code
+def test_while_loop_of_torch() -> None:
+    """A weight in the body, for a first carry with and without a gradient, and a batch."""
+    says("If no tensor of the first carry requires a gradient, `torch.while_loop` has a wrong gradient")
+    says("`torch.func.vmap` of `torch.while_loop` is an error. It works for `scan`.")
+    says('Its gradient was right here, with `combine_mode="generic"`')
+    needs("torch")
+    assert np.allclose(*elsewhere.slopes_of_a_weight("while_loop", requires_grad=True), rtol=1e-5)
+    assert not np.allclose(*elsewhere.slopes_of_a_weight("while_loop", requires_grad=False), rtol=1e-2)
+    assert np.allclose(*elsewhere.slopes_of_a_weight("scan", requires_grad=False), rtol=1e-5)
+    assert np.allclose(*elsewhere.slopes_of_a_recurrence(), rtol=1e-5)
+    assert np.allclose(elsewhere.batch("scan"), [16.0, 81.0])
+    with pytest.raises(Exception, match="BatchedTensorImpl"):
+        elsewhere.batch("while_loop")
+
+
+@pytest.mark.slow
+def test_loops_of_drjit() -> None:
+    """Without a bound, with one that is too low, with that of a sum, with lanes that leave."""
+    says("If more steps are taken than `max_iterations=` says, the values are right, and the gradient is wrong")
+    says("Where lanes had left, forward mode gave 0, and reverse mode an error.")
+    says("the finished lane causes no NaN")
+    needs("drjit")
+    with pytest.raises(RuntimeError, match="requires a 'max_iterations' hint"):
+        elsewhere.drjit_power("reverse")
+    for bound in (2, -1):
+        value, slope = elsewhere.drjit_power("reverse", max_iterations=bound)
+        assert value == [16.0]
+        assert slope != [32.0]
+    leaving = partial(elsewhere.drjit_power, lanes=(2.0, 3.0, 5.0), mode="evaluated", compress=True)
+    assert leaving("forward") == ([16.0, 27.0, 25.0], [0.0, 0.0, 0.0])
+    with pytest.raises(RuntimeError, match="differentiated"):
+        leaving("reverse")
+    for options in ({"max_iterations": 8}, {"mode": "evaluated"}):
+        expected = [0.5, 0.5 * np.sum(1 / np.sqrt(np.arange(1.0, 6.0)))]
+        assert np.allclose(elsewhere.drjit_roots(**options), expected, rtol=1e-5)
