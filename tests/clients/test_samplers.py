@@ -40,25 +40,3 @@ def test_blackjax():
 
 def test_numpyro():
     check_gradient(lx.rewrite_loops(two_steps_of_numpyro, max_steps=16), SCALE, original=two_steps_of_numpyro)
-
-
-def test_chains_do_not_wait_for_each_other():
-    """Draws, doublings and leapfrogs are one loop."""
-
-    def chain(key):
-        nuts = blackjax.nuts(lambda q: -potential(SCALE, q), step_size=0.4, inverse_mass_matrix=jnp.ones(3))
-
-        def draw(state, key):
-            state, info = nuts.step(key, state)
-            return state, (state.position, info.num_integration_steps)
-
-        return lax.scan(draw, nuts.init(START), jax.random.split(key, 4))[1]
-
-    keys = jax.random.split(jax.random.key(2), 5)
-    free = jax.vmap(lx.rewrite_loops(chain, lanes="free"))
-    loops = [eqn for eqn in jax.make_jaxpr(free)(keys).eqns if eqn.primitive.name in ("loop", "scan", "while")]
-    assert [eqn.primitive.name for eqn in loops] == ["loop"]
-    draws, steps = jax.jit(free)(keys)
-    expected, expected_steps = jax.jit(jax.vmap(chain))(keys)
-    assert jnp.array_equal(steps, expected_steps)
-    assert jnp.allclose(draws, expected, atol=1e-4)
