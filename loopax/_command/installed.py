@@ -75,13 +75,13 @@ def found() -> list[Installed]:
 
 
 def in_range(version: str, wanted: str) -> bool:
-    """Whether a version is in a range such as `>=0.10.0,<2`, by the numbers of its release."""
+    """Whether a version is in a range such as `>=0.10.0,!=0.11.1,<2`, by the numbers of its release."""
     for part in filter(None, map(str.strip, wanted.split(","))):
-        match = re.fullmatch(r"(>=|<)\s*([\d.]+)", part)
+        match = re.fullmatch(r"(>=|<|!=)\s*([\d.]+)", part)
         if match is None:
-            raise ValueError(f"the range {part!r} of a requirement is neither >= nor < and a version")
+            raise ValueError(f"the range {part!r} of a requirement is neither >=, < nor != and a version")
         ours, limit = zip(*zip_longest(_release(version), _release(match[2]), fillvalue=0), strict=True)
-        if (ours >= limit) != (match[1] == ">="):
+        if not {">=": ours >= limit, "<": ours < limit, "!=": ours != limit}[match[1]]:
             return False
     return True
 
