@@ -95,7 +95,7 @@ def until_threshold(neuron: Neuron, state: State) -> State:
     def newton(found: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         h, _ = found
         voltage, rise = jax.jvp(lambda h: step(neuron, state, h).voltage, (h,), (jnp.ones_like(h),))
-        better = jnp.clip(h - (voltage - 1) / rise, 0.0, dt)
+        better = jnp.clip(h - (voltage - 1) / rise, -dt, 2 * dt)  # the crossing is inside
         return better, jnp.abs(better - h)
 
     crosses = ahead.voltage >= 1

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from math import comb
 from textwrap import wrap
 from typing import Any
 
@@ -258,7 +259,8 @@ def _evaluations(loop: LoopExplanation, stored: Stored) -> str:
     """How often the body is evaluated."""
     back = ", and n times the inverse" if stored.walks_back else ""
     if stored.evaluations is None:
-        most = f"2n{back}" if back else "at most 3n up to 2187 steps (docs/kinds.md)"
+        few = comb(stored.carries + 2, 2) - 1  # so many steps are evaluated twice, as a known number of them would be
+        most = f"2n{back}" if back else f"at most 3n{f' up to {few} steps, then slowly more' if few else ''}"
         return f"body evaluations: forward n; with the gradient {most}"
     if loop.blocks:
         return f"iterations of the loop that is made of all: at most {stored.evaluations} with the gradient{back}"
