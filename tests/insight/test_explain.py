@@ -95,7 +95,7 @@ def test_evaluations_are_those_that_are_made(kind):
 @pytest.mark.parametrize(("checkpoints", "steps"), [(1, 2), (5, 20), (10, 65), (64, 2144)])
 def test_steps_up_to_which_none_is_evaluated_more_than_three_times(checkpoints, steps):
     """Without a bound: by the number of checkpoints. The schedule does what the text says."""
-    program = lambda x: lx.while_loop(lambda x: x < 9.0, lambda x: jnp.exp(x), x, kind=lx.Checkpointed(checkpoints))
+    program = lambda x: lx.while_loop(lambda x: x < 9.0, jnp.exp, x, kind=lx.Checkpointed(checkpoints))
     assert f"3n up to {steps} steps" in " ".join(str(lx.explain(program, jnp.float64(0.5))).split())
     for n in (1, steps // 2, steps):
         assert schedule.picture(n, checkpoints, length_known=False).evaluations <= 3 * n
