@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -109,4 +110,5 @@ def main(program: str, address: str, number: str, process: str, heartbeat: str, 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
     main(*sys.argv[1:])
