@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -66,6 +67,8 @@ def test_it_starts_where_the_loop_starts():
         counted(CONDITIONS["<"], step=jnp.int64(-1) * -1),
         lambda x: counted(CONDITIONS["<"], start=x.astype(int))(x),
         counted(lambda i: i <= 127, start=jnp.int8(120)),  # it never ends
+        counted(lambda i: i.astype(float) < 4.5),
+        counted(lambda i: jax.jit(lambda a, b: (a < 5) & (b < 9))(np.int32(3), i.astype(float))),
         lambda x: lax.while_loop(lambda s: (s[0] < 5) & (s[1] > 0.1), lambda s: (s[0] + 1, s[1] * x), (0, x))[1],
         lambda x: lax.while_loop(lambda s: s[1] & (s[0] < 5), lambda s: (s[0] + 1, s[2] > 1, s[2]), (0, True, x))[2],
     ],

@@ -175,9 +175,9 @@ def _transfer_seconds(root: Path, state: list[Array]) -> tuple[float, float]:
             saves.finish()
             written = time.perf_counter()
             saves.read(i, state)
-            found = of_first(written - begun), of_first(time.perf_counter() - written)
+            found = written - begun, time.perf_counter() - written
     on_first(lambda: shutil.rmtree(place))
-    return found
+    return of_first(found[0]), of_first(found[1])
 
 
 def plan(chosen: Choice, bounds: Bounds, state: list[Array], within: int, steps: int) -> Plan:

@@ -66,8 +66,8 @@ def _limits(closed: ClosedJaxpr, condition: Any, holds: bool) -> Iterator[tuple[
         return
     eqn, position = makers(closed)[condition]
     if (inner := jaxi.inlinable(eqn)) is not None:
-        outer = dict(zip(inner.invars, eqn.invars, strict=True))
-        yield from ((outer.get(x), end) for x, end in _limits(inner, inner.outvars[position], holds))
+        outer = {x: y for x, y in zip(inner.invars, eqn.invars, strict=True) if not isinstance(y, Literal)}
+        yield from ((outer[x], end) for x, end in _limits(inner, inner.outvars[position], holds) if x in outer)
     elif jaxi.is_not(eqn):
         yield from _limits(closed, eqn.invars[0], not holds)
     elif (jaxi.is_and if holds else jaxi.is_or)(eqn) or jaxi.hands_on(eqn):
@@ -75,7 +75,8 @@ def _limits(closed: ClosedJaxpr, condition: Any, holds: bool) -> Iterator[tuple[
             yield from _limits(closed, part, holds)
     elif (order := jaxi.order_of(eqn, holds)) is not None:
         smaller, larger, may_be_equal = order
-        if isinstance(larger, Literal) and not isinstance(smaller, Literal):
+        is_counted = isinstance(larger, Literal) and not isinstance(smaller, Literal)
+        if is_counted and jnp.issubdtype(smaller.aval.dtype, jnp.integer):
             end = int(larger.val) + may_be_equal
             if end <= jnp.iinfo(smaller.aval.dtype).max:  # which a counter reaches
                 yield smaller, end
