@@ -75,8 +75,9 @@ def _limits(closed: ClosedJaxpr, condition: Any, holds: bool) -> Iterator[tuple[
             yield from _limits(closed, part, holds)
     elif (order := jaxi.order_of(eqn, holds)) is not None:
         smaller, larger, may_be_equal = order
-        is_counted = isinstance(larger, Literal) and not isinstance(smaller, Literal)
-        if is_counted and jnp.issubdtype(smaller.aval.dtype, jnp.integer):
+        dtype: Any = smaller.aval.dtype
+        is_constant = isinstance(larger, Literal) and not isinstance(smaller, Literal)
+        if is_constant and jnp.issubdtype(dtype, jnp.integer):
             end = int(larger.val) + may_be_equal
-            if end <= jnp.iinfo(smaller.aval.dtype).max:  # which a counter reaches
+            if end <= jnp.iinfo(dtype).max:  # which a counter reaches
                 yield smaller, end
