@@ -92,15 +92,20 @@ def until_threshold(neuron: Neuron, state: State) -> State:
 
     state, ahead = lx.while_loop(goes_on, advance, (state, step(neuron, state, dt)), max_steps=round(END / DT) + 2)
 
+    crosses = ahead.voltage >= 1
+
+    def above(h: Scalar) -> Scalar:
+        """The threshold. Without a crossing, the step has its whole length."""
+        return jnp.where(crosses, step(neuron, state, h).voltage - 1, h - dt)
+
     def newton(found: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         h, _ = found
-        voltage, rise = jax.jvp(lambda h: step(neuron, state, h).voltage, (h,), (jnp.ones_like(h),))
-        better = jnp.clip(h - (voltage - 1) / rise, -dt, 2 * dt)  # the crossing is inside
+        voltage, rise = jax.jvp(above, (h,), (jnp.ones_like(h),))
+        better = jnp.clip(h - voltage / rise, -dt, 2 * dt)  # the crossing is inside
         return better, jnp.abs(better - h)
 
-    crosses = ahead.voltage >= 1
     h, _ = lx.while_loop(
-        lambda found: crosses & (found[1] > 1e-12),
+        lambda found: found[1] > 1e-12,
         newton,
         (dt, jnp.full_like(dt, jnp.inf)),
         max_steps=50,
