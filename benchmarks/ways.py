@@ -27,7 +27,7 @@ WAYS: dict[str, lx.Lanes] = {
 STEPS = 1000
 MEAN, MOST = 60, 120
 LANES = 1024
-GRID = [lx.Compact(shrink, lanes) for shrink in (2, 3, 4) for lanes in (4, 16, 32)]
+GRID = [lx.Compact(shrink, size) for shrink in (2, 3, 4) for size in (4, 16, 32)]
 
 
 def random(*shape: int, scale: float = 1.0) -> Array:
@@ -151,7 +151,7 @@ def stages() -> list[Group]:
 
 def gradients_after_stages() -> list[Group]:
     """Of shared weights, in groups of so many lanes: the default beside others."""
-    grid = [lx.Compact(2, lanes) for lanes in (16, 32, 64, 128)]
+    grid = [lx.Compact(2, size) for size in (16, 32, 64, 128)]
 
     def gradient(how: lx.Lanes) -> Callable[..., Any]:
         def lane(weights: Any, h: Array, n: Array) -> Array:
