@@ -72,8 +72,9 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks
+# On the JAX that pip gives: two hours. With the locked one: .venv/bin/python -m benchmarks
+bench: .envs/benchmark/.installed
+	.envs/benchmark/bin/python -m benchmarks
 
 # The site, built strictly and checked, then all code that it shows (two minutes). Its pictures are committed: drawing
 # them runs the examples, which takes several minutes, and is a command of its own.
@@ -130,6 +131,9 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 
 .envs/accelerators/.installed: requirements-accelerators.lock pyproject.toml
 	$(call install,$(PYTHON312),.envs/accelerators,$<)
+
+.envs/benchmark/.installed: requirements-benchmark.lock pyproject.toml
+	$(call install,$(PYTHON312),.envs/benchmark,$<)
 
 .envs/python3.13/.installed: requirements-newest.lock pyproject.toml
 	$(call install,$(PYTHON313),.envs/python3.13,$<)

@@ -1,13 +1,15 @@
 """Measure loopax and its peers, write the results, compare them with others, and draw them.
 
 Everything is measured and written unless a part is named, which is only printed. Results are written after each table,
-so that an interrupted run keeps what it has.
+so that an interrupted run keeps what it has. Each version of JAX has results of its own; the page has the newest, and
+the version before beside it.
 
 With --short, four small programs in about a minute; with --device, a page of numbers of a device: `--short --help`.
 """
 
 import argparse
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +19,8 @@ from benchmarks.records import Report
 from benchmarks.short import options
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results.json"
+RESULTS = records.of_jax(HERE, version("jax"))
+PAGE = HERE / "results.md"
 
 
 def arguments() -> argparse.Namespace:
@@ -96,9 +99,15 @@ def measured(console: Console, part: str, path: Path | None) -> tuple[Report, li
 
 
 def write(report: Report, path: Path) -> None:
-    """As JSON, and as a page."""
+    """As JSON, and the page."""
     records.write(report, path)
-    page.write(report, path.with_suffix(".md"))
+    write_page()
+
+
+def write_page() -> None:
+    """Of the newest JAX that was measured, and the one before beside it."""
+    report, *older = map(records.read, records.newest(HERE))
+    page.write(report, PAGE, *older[:1])
 
 
 def compared(console: Console, old: Report, new: Report) -> int:
@@ -118,9 +127,9 @@ def draw(console: Console) -> None:
     """The figures, and the page."""
     from benchmarks import figures
 
-    report = records.read(RESULTS)
-    page.write(report, RESULTS.with_suffix(".md"))
-    for path in figures.draw(report, HERE.parent / "docs" / "pictures"):
+    write_page()
+    newest, *_ = records.newest(HERE)
+    for path in figures.draw(records.read(newest), HERE.parent / "docs" / "pictures"):
         console.print(f"Drew {path}", markup=False)
 
 

@@ -15,6 +15,17 @@ Report = dict[str, Any]
 KINDS = ("groups", "tables", "counts")
 
 
+def of_jax(folder: Path, version: str) -> Path:
+    """The report of a version of JAX: `results-jax-0.12.json` for each 0.12."""
+    return folder / f"results-jax-{'.'.join(version.split('.')[:2])}.json"
+
+
+def newest(folder: Path) -> list[Path]:
+    """The reports of all versions of JAX in a folder, the newest first."""
+    number = lambda path: [int(part) for part in path.stem.removeprefix("results-jax-").split(".")]
+    return sorted(folder.glob("results-jax-*.json"), key=number, reverse=True)
+
+
 def read(path: Path) -> Report:
     """A report; an empty one where there is none."""
     if not path.exists():

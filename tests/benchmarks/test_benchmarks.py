@@ -15,7 +15,8 @@ from benchmarks.groups import Counts
 from benchmarks.hlo import normalised
 from benchmarks.run import run
 
-COMMITTED = Path(command.__file__).parent / "results.json"
+FOLDER = Path(command.__file__).parent
+COMMITTED = records.newest(FOLDER)[0]
 
 
 def report():
@@ -88,9 +89,35 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path):
     assert "older" not in kept["counts"][0]["setting"]
 
 
-def test_the_page_is_that_of_the_results_whose_titles_are_of_one_table_each():
+def test_the_page_is_that_of_the_newest_results_and_the_ones_before():
+    newest, older, *_ = map(records.read, records.newest(FOLDER))
+    assert (FOLDER / "results.md").read_text() == page.page(newest, older)
+
+
+def test_ratios_of_an_older_jax_stand_beside():
+    older = report() | {"versions": "jax 0.9.1, equinox 0.13.8, cpu, float32"}
+    older["groups"][0]["targets"][1]["measured"] = 0.25
+    older["counts"][0]["values"]["free"] = 51
+    lines = page.page(report(), older).splitlines()
+    assert "| target | bound | measured | met | JAX 0.9.1 |" in lines
+    assert "| temporary memory: loopax Checkpointed() / Equinox checkpointed | 1 | 0.5 | yes | 0.25 |" in lines
+    assert "| free | 50 | 51 |" in lines
+    ratios = {"rows": [{"program": "scan", "ms": 1.0, "ratio": 0.5}, {"program": "new", "ms": 1.0, "ratio": 0.7}]}
+    before = {"rows": [{"program": "scan", "ms": 2.0, "ratio": 0.25}]}
+    shown = page.section({"title": "T"} | ratios, ("JAX 0.9.1", {"title": "T"} | before))
+    assert "| scan | 1 | 0.5 | 0.25 |" in shown
+    assert "| new | 1 | 0.7 |  |" in shown
+
+
+def test_results_are_sorted_by_the_version_of_jax(tmp_path):
+    paths = [records.of_jax(tmp_path, version) for version in ("0.9.2", "0.10.2", "0.12.0.1")]
+    for path in paths:
+        records.write(report(), path)
+    assert records.newest(tmp_path) == paths[::-1]
+
+
+def test_titles_are_of_one_table_each():
     committed = records.read(COMMITTED)
-    assert COMMITTED.with_suffix(".md").read_text() == page.page(committed)
     titles = [title for kind in records.KINDS for title in records.by_title(committed, kind)]
     assert len(titles) == len(set(titles)) == sum(len(committed[kind]) for kind in records.KINDS)
 

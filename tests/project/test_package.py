@@ -172,6 +172,13 @@ def test_windows_can_install_what_is_locked() -> None:
     assert re.findall(r"^uvloop.*$", lock, re.MULTILINE)[0].endswith('; sys_platform != "win32"')
 
 
+def test_the_benchmark_has_the_newest_versions() -> None:
+    """Those of the newest lock, and the peers beside them."""
+    newest, benchmark = ((ROOT / f"requirements-{name}.lock").read_text() for name in ("newest", "benchmark"))
+    pins = lambda text: set(re.findall(r"^[^#].*==.*$", text, re.MULTILINE))
+    assert pins(newest) < pins(benchmark)
+
+
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """Those that pyproject.toml admits, and those of `make test-all`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
