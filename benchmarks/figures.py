@@ -20,6 +20,7 @@ from docs.figures import STYLE, save
 # A program's marker and colour: loopax is blue, and each peer has a colour of its own.
 STYLES = {
     "loopax Checkpointed()": ("o", "tab:blue"),
+    "loopax Auto()": ("D", "tab:blue"),
     "loopax Bounded(), run-time n": ("s", "tab:blue"),
     "loopax Residuals(), run-time n": ("^", "tab:blue"),
     "Equinox checkpointed": ("o", "tab:orange"),

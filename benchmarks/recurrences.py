@@ -11,10 +11,11 @@ from benchmarks.measure import Case
 
 
 def gradients(workload: workloads.Workload, to_equinox: float, to_every_carry: float, memory: float) -> Group:
-    """Checkpointed() against Equinox and against saving every carry."""
-    name = "loopax Checkpointed()"
+    """Checkpointed() and what is taken by default, against Equinox; and against saving every carry."""
+    name, default = "loopax Checkpointed()", "loopax Auto()"
     programs = {
         name: workloads.with_loopax(workload, lx.Checkpointed()),
+        default: workloads.with_loopax(workload, lx.Auto()),
         EQUINOX: workloads.with_equinox(workload),
         EVERY_CARRY: workloads.with_lax_scan(workload, checkpoint=True),
         LAX_SCAN: workloads.with_lax_scan(workload, checkpoint=False),
@@ -27,6 +28,7 @@ def gradients(workload: workloads.Workload, to_equinox: float, to_every_carry: f
         cases,
         [
             Target("time", name, EQUINOX, to_equinox),
+            Target("time", default, EQUINOX, 1.0),
             Target("time", name, EVERY_CARRY, to_every_carry),
             Target("temporary memory", name, EQUINOX, memory, "temporary_mib"),
             Target("trace and compile", name, EQUINOX, 1.0, "compile_seconds"),
