@@ -99,8 +99,10 @@ def compile_times() -> list[dict[str, Any]]:
     """Of all programs, in turn."""
     rows = []
     for name, (transformation, *functions) in PROGRAMS.items():
-        compiled(transformation, functions[1])  # once before: libraries import some of their parts at first use
-        found = [[compiled(transformation, f) for f in functions] for _ in range(ROUNDS)]
+        # Once before: libraries import some of their parts at first use. What takes a minute is compiled once again.
+        before = compiled(transformation, functions[1])
+        rounds = 1 if before and before[0] > 60e3 else ROUNDS
+        found = [[compiled(transformation, f) for f in functions] for _ in range(rounds)]
         by_library = dict(zip(("lax", "loopax", "Equinox"), zip(*found, strict=True), strict=True))
         times = {n: round(median(t[0] for t in ts if t)) if ts[0] else "-" for n, ts in by_library.items()}
         loops = found[0][1] or (0, 0)
@@ -182,7 +184,7 @@ def copies() -> list[dict[str, Any]]:
 
 def tables() -> list[Findings]:
     """The tables."""
-    remark = "Milliseconds to trace, lower and compile, the median of five; `loops` are loopax's in the program."
+    remark = "Milliseconds to trace, lower and compile, the median of five (one, of more than a minute); `loops` are loopax's in the program."
     again = "Milliseconds of a call outside of `jax.jit`, whose body is a new lambda each time."
     return [
         Findings("Seconds before the first step", compile_times, remark, counts=("loops",)),
