@@ -184,7 +184,10 @@ def copies() -> list[dict[str, Any]]:
 
 def tables() -> list[Findings]:
     """The tables."""
-    remark = "Milliseconds to trace, lower and compile, the median of five (one, of more than a minute); `loops` are loopax's in the program."
+    remark = (
+        "Milliseconds to trace, lower and compile, the median of five, or one of more than a minute; `loops` are "
+        "loopax's in the program."
+    )
     again = "Milliseconds of a call outside of `jax.jit`, whose body is a new lambda each time."
     return [
         Findings("Seconds before the first step", compile_times, remark, counts=("loops",)),

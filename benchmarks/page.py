@@ -6,7 +6,6 @@ from typing import Any
 from benchmarks.groups import Target
 from benchmarks.records import KINDS, Record, Report, by_title, setting
 
-
 Older = tuple[str, Record]  # its version of JAX, and the record with the same title
 
 

@@ -280,6 +280,29 @@ def test_where_the_choice_matters_in_a_large_batch_alone():
     assert isinstance(plan(lx.Auto(), 100_000), EveryResidual)  # some of these kinds take 100 microseconds more
 
 
+@pytest.mark.skipif(not one_function_of_cpu.MAKES_FUNCTIONS, reason="XLA makes no functions of loops here")
+def test_a_loop_with_a_loose_bound_may_be_one_of_a_batch():
+    """All rows up to the bound are set to zero: of many lanes, this takes longer than the steps that they take."""
+
+    def lorenz(y):
+        return jnp.stack([10.0 * (y[1] - y[0]), y[0] * (28.0 - y[2]) - y[1], y[0] * y[1] - 8 / 3 * y[2]])
+
+    def step(y):
+        middle = y + 0.005 * lorenz(y)
+        return y + 0.01 * lorenz(y + 0.005 * lorenz(middle))
+
+    def plan(kind, n, **options):
+        gradient = jax.grad(loop(step, kind, **options))
+        return chosen(*((lambda h: gradient(h, n), jnp.ones(3)) if isinstance(n, int) else (gradient, jnp.ones(3), n)))
+
+    loose = plan(lx.Auto(), jnp.int32(20_000), max_steps=20_000)
+    assert isinstance(loose, EveryCarry)
+    assert "in a batch of 64, if it is one: Residuals" in loose.reason
+    for alone in (plan(lx.Auto(num_lanes=1), jnp.int32(20_000), max_steps=20_000), plan(lx.Auto(), 20_000)):
+        assert isinstance(alone, EveryResidual)
+        assert "64" not in alone.reason
+
+
 def test_a_gpu_asks_the_host_where_the_length_is_not_known():
     """In each step: of loops whose length is a value, and of slots. It knows blocks that are not even, too."""
 

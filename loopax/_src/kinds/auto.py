@@ -18,6 +18,9 @@ MEMORY = Why(
 LANES = Why("how much memory each lane may use", "choose one for all calls: results do not depend on it")
 _NEAR = 1.05  # times that differ by less are taken for equal
 _NEGLIGIBLE, _MANY = 10_000, 1024  # nanoseconds in all steps of one lane; lanes
+# Lanes that there may be where a bound is loose: rows are set to zero up to the bound, for each of them. And what is
+# lost at most, for their sake, where there is one lane.
+_SOME, _LOST = 64, 1.3
 
 
 @api_boundary
@@ -64,7 +67,9 @@ class Auto(Kind):
     - for 64 lanes if the loop says how lanes run (`lanes="compact"` or others), one after another with
       `lanes="sequential"`;
     - else for one lane. If kinds differ by at most 10 microseconds there, in all steps, `Auto` chooses among these for
-      1024 lanes.
+      1024 lanes. If the loop may take far fewer steps than the bound, `Auto` takes the kind that loses least beside
+      the fastest one, in one lane (at most 30 %) and in 64: all rows up to the bound are set to zero, which takes
+      longest in a batch.
 
     Of kinds whose estimated times differ by less than 5 %, `Auto` takes the one that stores less.
 
@@ -95,12 +100,16 @@ class Auto(Kind):
             return checkpointed.plan(loop).because(f"no static bound: {cost.stored}, of at most {budget} bytes")
         times = {kind: cost.time for kind, cost in costs.items()}
         of_many = self._times_of_many(loop, loop.bound, times)
-        best = smallest_of_fastest(of_many or times, costs)
+        of_some = {} if of_many else self._times_of_some(loop, times)
+        alone = smallest_of_fastest(of_many or times, costs)
+        best = smallest_of_fastest(_losses(times, of_some), costs) if of_some else alone
         lanes = f" of each of {self._lanes(loop)} lanes" if self._lanes(loop) > 1 else ""
         reason = f"at most {budget} bytes for {loop.bound} steps{lanes}; expected nanoseconds for a step"
         reason += f"{' of all' if lanes else ''}: {_listed(times)}"
         if of_many:
             reason += f", which is much the same in all; of {_MANY} lanes: {_listed(of_many)}"
+        if best != alone:
+            reason += f"; in a batch of {_SOME}, if it is one: {_listed(of_some)}"
         return best.plan(loop).because(", ".join(filter(None, [costs[best].stored, reason])))
 
     def _for_lanes(self, lanes: int) -> Kind:
@@ -112,11 +121,23 @@ class Auto(Kind):
 
     def _times_of_many(self, loop: LoopFacts, bound: int, times: Mapping[Kind, float]) -> dict[Kind, float]:
         """Those in a batch of many lanes, if the choice matters there alone, and nobody has said how many there are."""
-        if self.num_lanes is not None or loop.lanes_to_come > 1 or loop.lanes_apart > 1 or loop.share < 1:
+        if self._knows_lanes(loop):
             return {}
         near = [kind for kind, time in times.items() if (time - min(times.values())) * bound <= _NEGLIGIBLE]
         costs = {kind: kind.cost(replace(loop, lanes=_MANY)) for kind in near if len(near) > 1}
         return {kind: cost.time for kind, cost in costs.items() if cost}
+
+    def _times_of_some(self, loop: LoopFacts, times: Mapping[Kind, float]) -> dict[Kind, float]:
+        """Those in a batch of some lanes, if there may be one, and the bound is far above the steps that are taken."""
+        if self._knows_lanes(loop) or not loop.bound_is_loose:
+            return {}
+        near = [kind for kind, time in times.items() if time <= _LOST * min(times.values())]
+        costs = {kind: kind.cost(replace(loop, lanes=_SOME)) for kind in near}
+        return {kind: cost.time for kind, cost in costs.items() if cost}
+
+    def _knows_lanes(self, loop: LoopFacts) -> bool:
+        """Whether somebody has said how many lanes there are outside of the gradient."""
+        return self.num_lanes is not None or loop.lanes_to_come > 1 or loop.lanes_apart > 1 or loop.share < 1
 
     def _candidates(self, loop: LoopFacts) -> dict[Kind, Cost]:
         """The kinds that fit in the memory, and what they cost: bytes of one lane, and the time of all."""
@@ -144,6 +165,12 @@ def smallest_of_fastest(times: Mapping[Kind, float], costs: Mapping[Kind, Cost])
     """Of the kinds whose times are taken for equal to the least, the one that stores least."""
     near = [kind for kind, time in times.items() if time <= _NEAR * min(times.values())]
     return min(near, key=lambda kind: costs[kind].memory)
+
+
+def _losses(of_one: Mapping[Kind, float], of_some: Mapping[Kind, float]) -> dict[Kind, float]:
+    """The time of each kind over that of the fastest, with one lane or with some: the larger ratio."""
+    fastest = min(of_one.values()), min(of_some.values())
+    return {kind: max(of_one[kind] / fastest[0], time / fastest[1]) for kind, time in of_some.items()}
 
 
 def _kinds(loop: LoopFacts, bound: int, budget: int) -> list[Kind]:
