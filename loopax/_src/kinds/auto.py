@@ -20,7 +20,7 @@ _NEAR = 1.05  # times that differ by less are taken for equal
 _NEGLIGIBLE, _MANY = 10_000, 1024  # nanoseconds in all steps of one lane; lanes
 # Lanes that there may be where a bound is loose: rows are set to zero up to the bound, for each of them. And what is
 # lost at most, for their sake, where there is one lane.
-_SOME, _LOST = 64, 1.3
+_SOME, _LOST = 64, 1.25
 
 
 @api_boundary
@@ -68,7 +68,7 @@ class Auto(Kind):
       `lanes="sequential"`;
     - else for one lane. If kinds differ by at most 10 microseconds there, in all steps, `Auto` chooses among these for
       1024 lanes. If the loop may take far fewer steps than the bound, `Auto` takes the kind that loses least beside
-      the fastest one, in one lane (at most 30 %) and in 64: all rows up to the bound are set to zero, which takes
+      the fastest one, in one lane (at most a quarter) and in 64: all rows up to the bound are set to zero, which takes
       longest in a batch.
 
     Of kinds whose estimated times differ by less than 5 %, `Auto` takes the one that stores less.
