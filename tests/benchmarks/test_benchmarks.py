@@ -95,7 +95,7 @@ def test_the_page_is_that_of_the_newest_results_and_the_ones_before():
 
 
 def test_ratios_of_an_older_jax_stand_beside():
-    older = report() | {"versions": "jax 0.9.1, equinox 0.13.8, cpu, float32"}
+    older: records.Report = report() | {"versions": "jax 0.9.1, equinox 0.13.8, cpu, float32"}
     older["groups"][0]["targets"][1]["measured"] = 0.25
     older["counts"][0]["values"]["free"] = 51
     lines = page.page(report(), older).splitlines()
