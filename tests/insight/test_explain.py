@@ -180,7 +180,7 @@ def test_what_lanes_store_is_multiplied_by_them():
     words = "gradient stores 40 carries x 2 KiB = 80 KiB, 1.25 KiB for each lane"
     assert words in in_one_line(of_lanes("lockstep", "bounded"))
     words = "takes Residuals() (for all 64 lanes together: at most 268435456 bytes"
-    assert words in in_one_line(of_lanes("lockstep", lx.Auto(num_lanes=1)))  # else there may be another batch outside
+    assert words in in_one_line(of_lanes("lockstep"))
     words = "takes Residuals() (for one of 64 lanes: at most 4194304 bytes for 40 steps of each of 32 lanes"
     assert words in in_one_line(of_lanes("compact"))
     found = of_lanes("compact", lx.Auto(memory=80 * 1024 // 2))  # of all lanes, half of their carries

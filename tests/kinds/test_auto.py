@@ -298,6 +298,11 @@ def test_a_loop_with_a_loose_bound_may_be_one_of_a_batch():
     loose = plan(lx.Auto(), jnp.int32(20_000), max_steps=20_000)
     assert isinstance(loose, EveryCarry)
     assert "in a batch of 64, if it is one: Residuals" in loose.reason
+    batched = loop(step, lx.Auto(), max_steps=20_000)
+    for length in (jnp.int32(20_000), jnp.full(2, 20_000)):  # the same in all lanes, or each has its own
+        lanes = jax.vmap(batched, (0, 0 if length.ndim else None))
+        inside = chosen(jax.grad(lambda h, n, f=lanes: f(h, n).sum()), jnp.ones((2, 3)), length)
+        assert "if it is one" not in inside.reason
     for alone in (plan(lx.Auto(num_lanes=1), jnp.int32(20_000), max_steps=20_000), plan(lx.Auto(), 20_000)):
         assert isinstance(alone, EveryResidual)
         assert "64" not in alone.reason

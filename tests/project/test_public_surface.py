@@ -129,7 +129,7 @@ loopax.kinds:
     at(operands)
     stored_by(kind)
   LoopFacts(bound, is_fixed, bound_is_loose, length_is_known, sizes_are_known, share, writes_rows, ends_early=,
-      lanes_to_come=, lanes_apart=, lanes=)
+      is_batch=, lanes_to_come=, lanes_apart=, lanes=)
     step
     residuals
   LoopOperands(low, high, consts, carry, xs)

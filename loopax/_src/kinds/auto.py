@@ -1,6 +1,6 @@
 """`Auto`: the fastest of the other kinds that fits in so much memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
@@ -99,8 +99,7 @@ class Auto(Kind):
             ((checkpointed, cost),) = costs.items()
             return checkpointed.plan(loop).because(f"no static bound: {cost.stored}, of at most {budget} bytes")
         times = {kind: cost.time for kind, cost in costs.items()}
-        of_many = self._times_of_many(loop, loop.bound, times)
-        of_some = {} if of_many else self._times_of_some(loop, times)
+        of_many, of_some = ({}, {}) if self._knows_lanes(loop) else _times_of_batches(loop, loop.bound, times)
         alone = smallest_of_fastest(of_many or times, costs)
         best = smallest_of_fastest(_losses(times, of_some), costs) if of_some else alone
         lanes = f" of each of {self._lanes(loop)} lanes" if self._lanes(loop) > 1 else ""
@@ -119,25 +118,10 @@ class Auto(Kind):
         """The lanes outside of the gradient for which the choice is made."""
         return self.num_lanes or loop.lanes_to_come
 
-    def _times_of_many(self, loop: LoopFacts, bound: int, times: Mapping[Kind, float]) -> dict[Kind, float]:
-        """Those in a batch of many lanes, if the choice matters there alone, and nobody has said how many there are."""
-        if self._knows_lanes(loop):
-            return {}
-        near = [kind for kind, time in times.items() if (time - min(times.values())) * bound <= _NEGLIGIBLE]
-        costs = {kind: kind.cost(replace(loop, lanes=_MANY)) for kind in near if len(near) > 1}
-        return {kind: cost.time for kind, cost in costs.items() if cost}
-
-    def _times_of_some(self, loop: LoopFacts, times: Mapping[Kind, float]) -> dict[Kind, float]:
-        """Those in a batch of some lanes, if there may be one, and the bound is far above the steps that are taken."""
-        if self._knows_lanes(loop) or not loop.bound_is_loose:
-            return {}
-        near = [kind for kind, time in times.items() if time <= _LOST * min(times.values())]
-        costs = {kind: kind.cost(replace(loop, lanes=_SOME)) for kind in near}
-        return {kind: cost.time for kind, cost in costs.items() if cost}
-
     def _knows_lanes(self, loop: LoopFacts) -> bool:
-        """Whether somebody has said how many lanes there are outside of the gradient."""
-        return self.num_lanes is not None or loop.lanes_to_come > 1 or loop.lanes_apart > 1 or loop.share < 1
+        """Whether somebody has said how many lanes there are outside, or they are inside of the gradient already."""
+        says = self.num_lanes is not None or loop.lanes_to_come > 1 or loop.lanes_apart > 1 or loop.share < 1
+        return says or loop.is_batch
 
     def _candidates(self, loop: LoopFacts) -> dict[Kind, Cost]:
         """The kinds that fit in the memory, and what they cost: bytes of one lane, and the time of all."""
@@ -159,6 +143,22 @@ class Auto(Kind):
     def _budget(self, loop: LoopFacts) -> int:
         memory = settings().memory if self.memory is None else self.memory
         return int(memory * loop.share / (self.num_lanes or 1))
+
+
+def _times_of_batches(loop: LoopFacts, bound: int, times: Mapping[Kind, float]) -> tuple[dict[Kind, float], ...]:
+    """Those in a batch of many lanes, if the choice matters there alone; else of some, if the bound is loose."""
+    fastest = min(times.values())
+    near = [kind for kind, time in times.items() if (time - fastest) * bound <= _NEGLIGIBLE]
+    of_many = _times_of(near, replace(loop, lanes=_MANY)) if len(near) > 1 else {}
+    if of_many or not loop.bound_is_loose:
+        return of_many, {}
+    near = [kind for kind, time in times.items() if time <= _LOST * fastest]
+    return of_many, _times_of(near, replace(loop, lanes=_SOME))
+
+
+def _times_of(kinds: Iterable[Kind], loop: LoopFacts) -> dict[Kind, float]:
+    costs = {kind: kind.cost(loop) for kind in kinds}
+    return {kind: cost.time for kind, cost in costs.items() if cost}
 
 
 def smallest_of_fastest(times: Mapping[Kind, float], costs: Mapping[Kind, Cost]) -> Kind:

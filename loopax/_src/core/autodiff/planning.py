@@ -123,6 +123,7 @@ def plan_of(loop: Loop, unknown: LoopInputs, split: Split) -> Plan:
                 partial(_program, loop.body, flatten(unknown)),
             ),
             ends_early=not loop.is_fixed and (loop.share < 1 or not isinstance(loop.lanes, Lockstep)),
+            is_batch=loop.is_batch,
             **_to_come(loop),
         )
     )

@@ -197,6 +197,7 @@ def batch_loop(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **p
             of_lane = loop._replace(share=loop.share / axis.size, reporting=reporting)
             alone = partial(loop_p.bind, **of_lane._asdict())
             return run_sequentially(alone, loop.body, axis, operands, dims, is_batched(axes.leaves))
+    loop = loop._replace(is_batch=True)
     # Before: lanes at `dims` -> After: [lanes, ...] of consts and carry; [rows, lanes, ...] of xs
     given = _with_lanes(axis, loop.inputs(leaves), mapped, batched, (0, 0, 1))
     if not differ:

@@ -195,6 +195,8 @@ class LoopFacts:
     ends_early : bool
         Whether most lanes are expected to take far fewer steps than the bound: lanes that leave a batch when they have
         finished (`lanes="compact"` and others).
+    is_batch : bool
+        Whether a `jax.vmap` inside the gradient has made a batch of the loop.
     lanes : int
         The lanes outside of the gradient for which times are estimated. The default is 1.
     lanes_to_come : int
@@ -220,6 +222,7 @@ class LoopFacts:
     _measure_residuals: Callable[[int], ResidualFacts]
     _measuring: "Measuring | None" = None
     ends_early: bool = False
+    is_batch: bool = False
     lanes_to_come: int = 1
     lanes_apart: int = 1
     lanes: int = 1

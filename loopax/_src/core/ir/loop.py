@@ -101,8 +101,9 @@ class Loop(NamedTuple):
     predicated: bool  # carry[0] is a bool scalar: go on while it is True
     unroll: int
     kind: Any  # a `Kind`: it is asked what reverse mode stores (`core/ir/kind.py`)
-    is_fixed: bool = False  # these three are for the kind, as in `LoopFacts`
+    is_fixed: bool = False  # these four are for the kind, as in `LoopFacts`
     bound_is_loose: bool = False
+    is_batch: bool = False
     share: float = 1.0
     derivative: Any = None  # a `Derivative` that runs the loop; None: that of the steps
     saving: Saving | None = None  # a loop that saves: which carries
