@@ -1,5 +1,6 @@
 """Loops for JAX whose number of steps is known only at run time: differentiable in every mode, safe in every batch."""
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -27,3 +28,8 @@ else:
     def __dir__() -> list[str]:
         """The public names, also before the first of them is used."""
         return sorted({*globals(), *__getattr__("__all__")})
+
+    # Equinox and Pallas give JAX more settings when they are imported. In the midst of a trace, the program that is
+    # traced would have none of them, and would be compiled again when it is called next.
+    if "jax" in sys.modules:
+        __getattr__("__all__")

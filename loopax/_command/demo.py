@@ -126,7 +126,7 @@ def run(_arguments: argparse.Namespace) -> int:
         step = 1e-6
         (more, _), (_, slope), (less, _) = (map(float, mean(drag)) for drag in (DRAG + step, DRAG, DRAG - step))
         difference = (more - less) / (2 * step)
-    print("\nWith 0.001 more drag, the shots fly farther, on average, by")
+    print("\nWith 0.001 more drag, the mean distance changes by")
     print(f"  {slope / 1000:.6f} m, says `jax.grad`, through the loops;")
     print(f"  {difference / 1000:.6f} m, say two more volleys and a subtraction.")
 
