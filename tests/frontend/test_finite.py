@@ -36,13 +36,13 @@ def test_a_loop_ends_before_the_step_that_breaks(loop: Any, bad: int) -> None:
 def test_a_gradient_is_that_of_the_steps_before(loop: Any, kind: str) -> None:
     options = {"max_steps": 6} if loop is not scan else {}
     value = lambda x, bad: jnp.sum(loop(bad, x, kind=kind, **options)[0] ** 2)
+    gradient, hessian = jax.jit(jax.grad(value)), jax.jit(jax.hessian(value))
     for bad in (0, 4, 9):
         expected = 2 * X * 1.5 ** (2 * min(bad, 6))
         np.testing.assert_allclose(jax.jacfwd(value)(X, bad), expected)
         if kind != "lax" or loop is scan:  # whose length is static
-            np.testing.assert_allclose(jax.jit(jax.grad(value))(X, bad), expected)
-            hessian = jax.jit(jax.hessian(value))(X, bad)
-            np.testing.assert_allclose(hessian, np.diag([2 * 1.5 ** (2 * min(bad, 6))] * 3))
+            np.testing.assert_allclose(gradient(X, bad), expected)
+            np.testing.assert_allclose(hessian(X, bad), np.diag([2 * 1.5 ** (2 * min(bad, 6))] * 3))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

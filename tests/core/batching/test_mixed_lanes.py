@@ -341,11 +341,14 @@ DRAWN_AGAIN = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "wrap"), DRAWN_AGAIN, ids=str)
-def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(kind, wrap):
-    """A step is evaluated again for all lanes together, also where the first of them has finished."""
-    keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
-    starts, counts = jnp.arange(6.0).reshape(3, 2) / 9, jnp.array([1, 3, 4])
+def three_lanes():
+    """Starts, numbers of steps and keys."""
+    return jnp.arange(6.0).reshape(3, 2) / 9, jnp.array([1, 3, 4]), jax.random.split(jax.random.key(3, impl="rbg"), 3)
+
+
+@cache
+def gradient_of_masked_steps():
+    starts, counts, keys = three_lanes()
 
     def masked(v):
         data, w = jax.random.key_data(keys), v
@@ -356,16 +359,23 @@ def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(ki
             w = jnp.where(takes, jax.vmap(drawn_at, (0, None, 0))(keys, i, w), w)
         return v.sum() + w.sum()
 
+    return jax.jit(jax.grad(masked))(starts)
+
+
+@pytest.mark.parametrize(("kind", "wrap"), DRAWN_AGAIN, ids=str)
+def test_a_batch_of_gradients_evaluates_steps_with_the_numbers_that_they_drew(kind, wrap):
+    """A step is evaluated again for all lanes together, also where the first of them has finished."""
+    starts, counts, keys = three_lanes()
+
     def lane(v, n, key):
         """The key in the carry, and the key of all steps."""
         again, at = AGAIN[wrap](drawn_again), AGAIN[wrap](drawn_at)
         carried = lx.fori_loop(0, n, lambda _, c: again(c), (key, v), max_steps=4, **argument_of(kind))[1]
         return carried.sum() + lx.fori_loop(0, n, lambda i, v: at(key, i, v), v, max_steps=4, **argument_of(kind)).sum()
 
-    expected = jax.jit(jax.grad(masked))(starts)
     of_batch = jax.grad(lambda v: jax.vmap(lane)(v, counts, keys).sum())
     for got in (jax.jit(jax.vmap(jax.grad(lane)))(starts, counts, keys), jax.jit(of_batch)(starts)):
-        np.testing.assert_allclose(got, expected, rtol=1e-12)
+        np.testing.assert_allclose(got, gradient_of_masked_steps(), rtol=1e-12)
 
 
 BOUNDED, COMPACT = {"max_steps": ROWS}, {"max_steps": ROWS, "lanes": LANES["compact"]}

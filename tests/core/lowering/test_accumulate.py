@@ -1,11 +1,12 @@
 """A step adds to the cotangents of what it reads in place: to the elements that it reads, and to no others."""
 
 import re
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -178,18 +179,26 @@ def test_second_derivatives(name: str, mode: str) -> None:
     assert_close(product(f)(TABLE, OTHER, START), product(unrolled(READS[name]))(TABLE, OTHER, START))
 
 
+COUNTS, STARTS = (6, 0, 3, 1), np.arange(8.0).reshape(4, 2) / 8
+
+
+@cache
+def of_lanes_alone(name: str) -> Any:
+    """Gradients with respect to the arrays and the start, of lanes that are unrolled."""
+    one = jax.jit(jax.grad(unrolled(READS[name]), (0, 1, 2)), static_argnums=3)
+    lanes = [one(TABLE, OTHER, start, n) for start, n in zip(STARTS, COUNTS, strict=True)]
+    return jax.tree.map(lambda *xs: np.stack(xs), *lanes)
+
+
 @pytest.mark.parametrize("lanes", ["lockstep", "compact"])
 @pytest.mark.parametrize("kind", ["residuals", "checkpointed"])
 @pytest.mark.parametrize("name", slow_but("branch of a lane", "inner loop", of=NESTED))
 def test_lanes(name: str, kind: str, lanes: str) -> None:
     """That stop at different steps, with arrays that they share, and with arrays of their own."""
-    counts, starts = jnp.array([6, 0, 3, 1]), jnp.arange(8.0).reshape(4, 2) / 8
+    counts, starts, expected = jnp.array(COUNTS), jnp.array(STARTS), of_lanes_alone(name)
     lane = energy(READS[name], "fori", KINDS[kind] | {"lanes": lanes})
     shared = jax.jit(jax.grad(lambda *xs: jax.vmap(lane, (None, None, 0, 0))(*xs, counts).sum(), (0, 1, 2)))
     own = jax.jit(jax.vmap(jax.grad(lane, (0, 1, 2)), (None, None, 0, 0)))
-    one = jax.jit(jax.grad(unrolled(READS[name]), (0, 1, 2)), static_argnums=3)
-    expected = [one(TABLE, OTHER, start, n) for start, n in zip(starts, counts.tolist(), strict=True)]
-    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *expected)
     assert_close(own(TABLE, OTHER, starts, counts), expected)
     of_lanes = lambda i, x: x if i == 2 else x.sum(0)
     assert_close(shared(TABLE, OTHER, starts), tuple(of_lanes(i, x) for i, x in enumerate(expected)))
