@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import loopax as lx
+from tests.core.batching.counting import alone
 from tests.support.compiled import whole_arrays_in_loops
 from tests.support.reference import assert_close
 
@@ -161,15 +162,14 @@ WAYS = [
 def of_each_lane(name, loop, kind):
     """The value and the gradient of each lane, as if it were alone: no batch asks how its lanes run."""
     f = LOOPS[loop](STEPS[name], {"kind": kind})
-    of_lane = jax.jit(lambda *args: (f(*args), jax.grad(energy(f))(*args)))
-    return tuple(map(np.stack, zip(*map(of_lane, ARRAYS, STARTS, LENGTHS), strict=True)))
+    return alone(lambda *args: (f(*args), jax.grad(energy(f))(*args)), ARRAYS, STARTS, LENGTHS)
 
 
 @ft.cache
 def second_of_each_lane(name, loop, kind):
     f = LOOPS[loop](STEPS[name], {"kind": kind})
-    of_lane = jax.jit(lambda x, *rest: jax.jvp(lambda x: jax.grad(energy(f))(x, *rest), (x,), (jnp.cos(x),))[1])
-    return np.stack(list(map(of_lane, ARRAYS, STARTS, LENGTHS)))
+    along_cosine = lambda x, *rest: jax.jvp(lambda x: jax.grad(energy(f))(x, *rest), (x,), (jnp.cos(x),))[1]
+    return alone(along_cosine, ARRAYS, STARTS, LENGTHS)
 
 
 @pytest.mark.parametrize(("loop", "kind", "lanes"), WAYS)
@@ -204,8 +204,8 @@ def test_a_branch_of_a_lane_touches_rows_alone(name):
     assert not whole_arrays_in_loops(of_all.lower(LARGE).compile().as_text() or "", *LARGE.shape)
     each = jax.jit(jax.vmap(jax.grad(energy(f))))
     assert not whole_arrays_in_loops(each.lower(LARGE, STARTS).compile().as_text() or "", *LARGE.shape)
-    alone = np.stack(list(map(jax.jit(jax.grad(energy(f))), LARGE, STARTS)))
-    assert_close((of_all(LARGE), each(LARGE, STARTS)), (alone, alone))
+    expected = alone(jax.grad(energy(f)), LARGE, STARTS)
+    assert_close((of_all(LARGE), each(LARGE, STARTS)), (expected, expected))
 
 
 def test_constants_of_which_lanes_read_rows_are_not_filled():
@@ -215,8 +215,7 @@ def test_constants_of_which_lanes_read_rows_are_not_filled():
 
     of_all = jax.jit(jax.grad(lambda x: energy(jax.vmap(f))(x, STARTS, LENGTHS)))
     assert not whole_arrays_in_loops(of_all.lower(LARGE).compile().as_text() or "", *LARGE.shape)
-    alone = map(jax.jit(jax.grad(energy(f))), ARRAYS, STARTS, LENGTHS)
-    assert_close(of_all(ARRAYS), np.stack(list(alone)))
+    assert_close(of_all(ARRAYS), alone(jax.grad(energy(f)), ARRAYS, STARTS, LENGTHS))
 
 
 def test_rows_behind_the_last_that_a_lane_reads_have_no_root():
@@ -236,5 +235,5 @@ def test_rows_behind_the_last_that_a_lane_reads_have_no_root():
 def test_few_lanes(lanes):
     f = by_number(STEPS["branch of a lane"], {"lanes": "lockstep"})
     gradient = jax.jit(jax.grad(lambda x: energy(jax.vmap(f))(x, STARTS[:lanes], LENGTHS[:lanes])))(ARRAYS[:lanes])
-    alone = [jax.grad(energy(f))(*args) for args in zip(ARRAYS[:lanes], STARTS, LENGTHS, strict=False)]
-    assert_close(gradient, np.reshape(alone, (lanes, ROWS, WIDTH)))
+    each = [jax.grad(energy(f))(*args) for args in zip(ARRAYS[:lanes], STARTS, LENGTHS, strict=False)]
+    assert_close(gradient, np.reshape(each, (lanes, ROWS, WIDTH)))
